@@ -7,8 +7,7 @@
 //! [`net::ControlNetwork`]). The halves talk in values, so that they can live in one loop or on
 //! both sides of a mailbox.
 
-mod caps;
-mod compatibility;
+mod abilities;
 pub mod dma;
 pub mod faults;
 pub mod hash;
@@ -19,6 +18,7 @@ pub mod net;
 pub mod observation;
 pub mod queue;
 pub mod replay;
+mod slab;
 #[cfg(test)]
 mod testing;
 pub mod world;

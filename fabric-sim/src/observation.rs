@@ -3,6 +3,7 @@
 //! Instances are named by their index in [`kvferry_scenarios::run::Run::instances`], blocks by
 //! group and id. Everything is told once, when it happens, in the order in which it happens.
 
+pub use crate::memory::BlockRef;
 use crate::memory::ContentMismatch;
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
@@ -54,14 +55,6 @@ impl fmt::Display for SimRankId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} rank {}", self.who, self.rank)
     }
-}
-
-/// A KV block of an instance.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockRef {
-    /// KV cache group.
-    pub group: u16,
-    pub block: u32,
 }
 
 /// Part of the memory of a rank.
@@ -343,99 +336,32 @@ pub enum Observation<'a> {
     Healed,
 }
 
-/// Kind of an [`Observation`], to look up who wants it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ObservationKind {
-    Started,
-    Crashed,
-    Panicked,
-    Asked,
-    Probed,
-    ClientGone,
-    Answered,
-    Dispatched,
-    LegTaken,
-    Leg,
-    LegClosed,
-    PrefillHook,
-    PrefillAnswer,
-    DecodeHook,
-    DecodeAnswer,
-    Job,
-    Report,
-    Taken,
-    Freed,
-    Used,
-    EngineFault,
-    Stepped,
-    Submitted,
-    Refused,
-    Landed,
-    Completed,
-    Quiesced,
-    Quiet,
-    Fenced,
-    Void,
-    FrameSent,
-    FrameArrived,
-    Stray,
-    Dialled,
-    Pool,
-    Gauges,
-    Woken,
-    Faulted,
-    Settled,
-    Healed,
-}
-
-impl ObservationKind {
-    pub const COUNT: usize = ObservationKind::Healed as usize + 1;
-}
-
-impl Observation<'_> {
-    #[inline]
-    pub const fn kind(&self) -> ObservationKind {
-        match self {
-            Observation::Started { .. } => ObservationKind::Started,
-            Observation::Crashed { .. } => ObservationKind::Crashed,
-            Observation::Panicked { .. } => ObservationKind::Panicked,
-            Observation::Asked { .. } => ObservationKind::Asked,
-            Observation::Probed { .. } => ObservationKind::Probed,
-            Observation::ClientGone { .. } => ObservationKind::ClientGone,
-            Observation::Answered { .. } => ObservationKind::Answered,
-            Observation::Dispatched { .. } => ObservationKind::Dispatched,
-            Observation::LegTaken { .. } => ObservationKind::LegTaken,
-            Observation::Leg { .. } => ObservationKind::Leg,
-            Observation::LegClosed { .. } => ObservationKind::LegClosed,
-            Observation::PrefillHook { .. } => ObservationKind::PrefillHook,
-            Observation::PrefillAnswer { .. } => ObservationKind::PrefillAnswer,
-            Observation::DecodeHook { .. } => ObservationKind::DecodeHook,
-            Observation::DecodeAnswer { .. } => ObservationKind::DecodeAnswer,
-            Observation::Job { .. } => ObservationKind::Job,
-            Observation::Report { .. } => ObservationKind::Report,
-            Observation::Taken { .. } => ObservationKind::Taken,
-            Observation::Freed { .. } => ObservationKind::Freed,
-            Observation::Used { .. } => ObservationKind::Used,
-            Observation::EngineFault { .. } => ObservationKind::EngineFault,
-            Observation::Stepped { .. } => ObservationKind::Stepped,
-            Observation::Submitted(..) => ObservationKind::Submitted,
-            Observation::Refused { .. } => ObservationKind::Refused,
-            Observation::Landed(..) => ObservationKind::Landed,
-            Observation::Completed { .. } => ObservationKind::Completed,
-            Observation::Quiesced { .. } => ObservationKind::Quiesced,
-            Observation::Quiet { .. } => ObservationKind::Quiet,
-            Observation::Fenced { .. } => ObservationKind::Fenced,
-            Observation::Void { .. } => ObservationKind::Void,
-            Observation::FrameSent { .. } => ObservationKind::FrameSent,
-            Observation::FrameArrived { .. } => ObservationKind::FrameArrived,
-            Observation::Stray { .. } => ObservationKind::Stray,
-            Observation::Dialled { .. } => ObservationKind::Dialled,
-            Observation::Pool { .. } => ObservationKind::Pool,
-            Observation::Gauges { .. } => ObservationKind::Gauges,
-            Observation::Woken { .. } => ObservationKind::Woken,
-            Observation::Faulted { .. } => ObservationKind::Faulted,
-            Observation::Settled { .. } => ObservationKind::Settled,
-            Observation::Healed => ObservationKind::Healed,
+macro_rules! kinds {
+    ($($kind:ident)*) => {
+        /// Kind of an [`Observation`], to look up who wants it.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum ObservationKind {
+            $($kind,)*
         }
-    }
+
+        impl ObservationKind {
+            pub const COUNT: usize = [$(ObservationKind::$kind),*].len();
+        }
+
+        impl Observation<'_> {
+            #[inline]
+            pub const fn kind(&self) -> ObservationKind {
+                match self {
+                    $(Observation::$kind { .. } => ObservationKind::$kind,)*
+                }
+            }
+        }
+    };
+}
+
+kinds! {
+    Started Crashed Panicked Asked Probed ClientGone Answered Dispatched LegTaken Leg LegClosed
+    PrefillHook PrefillAnswer DecodeHook DecodeAnswer Job Report Taken Freed Used EngineFault
+    Stepped Submitted Refused Landed Completed Quiesced Quiet Fenced Void FrameSent FrameArrived
+    Stray Dialled Pool Gauges Woken Faulted Settled Healed
 }

@@ -5,6 +5,7 @@
 //! arrival because buckets are emptied front to back and refilled only while empty; the order is
 //! therefore (time, sequence) without storing a sequence.
 
+use crate::slab::Slab;
 use kvferry_engine::core::time::Nanos;
 
 /// One bucket per bit in which a time can differ from the current one, and one for equality.
@@ -15,6 +16,30 @@ const BUCKETS: usize = 65;
 pub trait Schedule<E> {
     /// Adds an entry at `at`, or at the current time if that is later.
     fn at(&mut self, at: Nanos, entry: E);
+}
+
+/// What a network is given for something that it does: the time, and where to put what follows.
+pub struct StepContext<'a, E, O> {
+    pub now: Nanos,
+    /// Where its own events wait.
+    pub queue: &'a mut dyn Schedule<E>,
+    /// What it did.
+    pub out: &'a mut Vec<O>,
+}
+
+impl<'a, E, O> StepContext<'a, E, O> {
+    pub fn new(
+        now: Nanos,
+        queue: &'a mut dyn Schedule<E>,
+        out: &'a mut Vec<O>,
+    ) -> StepContext<'a, E, O> {
+        StepContext { now, queue, out }
+    }
+
+    /// Adds an entry that is due in a while.
+    pub fn after(&mut self, span: Nanos, entry: E) {
+        self.queue.at(self.now + span, entry);
+    }
 }
 
 /// Entries ordered by (time, order of arrival). Push and pop are amortised O(log of the time span).
@@ -31,8 +56,7 @@ pub struct EventQueue<E> {
     /// Next entry of bucket 0.
     head: usize,
     spill: Vec<EventQueueKey>,
-    entries: Vec<Option<E>>,
-    free: Vec<u32>,
+    entries: Slab<E>,
     popped: u64,
 }
 
@@ -51,8 +75,7 @@ impl<E> Default for EventQueue<E> {
             filled: 0,
             head: 0,
             spill: Vec::new(),
-            entries: Vec::new(),
-            free: Vec::new(),
+            entries: Slab::default(),
             popped: 0,
         }
     }
@@ -71,7 +94,7 @@ impl<E> EventQueue<E> {
 
     /// Entries waiting.
     pub fn len(&self) -> usize {
-        self.entries.len() - self.free.len()
+        self.entries.len()
     }
 
     /// True if nothing waits.
@@ -87,17 +110,7 @@ impl<E> EventQueue<E> {
     /// Adds an entry at `at`, or at [`EventQueue::now`] if that is later.
     #[inline]
     pub fn push(&mut self, at: Nanos, entry: E) {
-        let slot = match self.free.pop() {
-            Some(slot) => {
-                self.entries[slot as usize] = Some(entry);
-                slot
-            }
-            None => {
-                let slot = u32::try_from(self.entries.len()).expect("fewer than 2^32 entries");
-                self.entries.push(Some(entry));
-                slot
-            }
-        };
+        let slot = self.entries.add(entry);
         self.place(EventQueueKey { at: at.0.max(self.now), slot });
     }
 
@@ -133,9 +146,7 @@ impl<E> EventQueue<E> {
             self.least[0] = u64::MAX;
         }
         self.popped += 1;
-        self.free.push(key.slot);
-        let entry = self.entries[key.slot as usize].take().expect("a key names a filled slot");
-        Some((Nanos(key.at), entry))
+        Some((Nanos(key.at), self.entries.take(key.slot)))
     }
 
     /// Moves the time to the next entry and spreads the bucket that holds it over lower ones.
@@ -154,11 +165,6 @@ impl<E> EventQueue<E> {
         }
         self.spill = keys;
         Some(())
-    }
-
-    /// Entries waiting, in no particular order.
-    pub fn iter(&self) -> impl Iterator<Item = &E> {
-        self.entries.iter().flatten()
     }
 }
 

@@ -100,7 +100,7 @@ pub fn replay(recording: &Recording) -> Result<ReplaySummary, ReplayError> {
                 let machine = machines.get_mut(&actor);
                 let machine = machine.ok_or(ReplayError::NotStarted { seq, actor })?;
                 machine.handle(record.t, input);
-                pending.extend(machine.effects().take());
+                pending.extend(machine.take_effects());
                 inputs += 1;
             }
             RecordedDetail::Effect(_) | RecordedDetail::Settled(_) => {}

@@ -5,27 +5,34 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement, PlaneTimeouts,
 };
+use kvferry_scenarios::decide::{below, mix};
 use kvferry_sim::dma::{
     BytesDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks, DmaOutput,
     OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
-use kvferry_sim::keyed_rng::InclusiveRange;
 use kvferry_sim::memory::RankStore;
 use kvferry_sim::net::{
-    ControlNetwork, NetCalls, NetConfig, NetEvent, NetOutput, NoNetFaults, SimControlPlane,
+    ControlNetwork, NetCalls, NetConfig, NetEvent, NetHooks, NetOutput, SimControlPlane,
 };
-use kvferry_sim::queue::EventQueue;
+use kvferry_sim::queue::{EventQueue, StepContext};
 
 const MEMORY: u64 = 1 << 14;
 
-/// Every operation completes long before some of its slices land.
+/// Every frame arrives.
+struct NoFrameFaults;
+
+impl NetHooks for NoFrameFaults {}
+
+/// Completions overtake one another, and every operation may complete long before some of its slices
+/// land.
 struct Overtaking(bool);
 
 impl DmaHooks for Overtaking {
-    fn decide_op(&mut self, _now: Nanos, _op: &OpInfo<'_>) -> OpDecision {
+    fn decide_op(&mut self, _now: Nanos, op: &OpInfo<'_>) -> OpDecision {
+        let ack_delay = Nanos(below(mix(u64::from(op.plane.0), op.nth), 20_001));
         let by = Nanos::from_us(500);
         let bytes = if self.0 { BytesDecision::Overtaken { by } } else { BytesDecision::Whole };
-        OpDecision { bytes, ..OpDecision::default() }
+        OpDecision { bytes, ack_delay, ..OpDecision::default() }
     }
 }
 
@@ -62,9 +69,6 @@ impl SimDataFixture {
                 store: RankStore::plain(&[MEMORY]),
             })
         });
-        for plane in [DataPlaneIx(0), DataPlaneIx(1)] {
-            dma.set_completion_shuffle(plane, InclusiveRange::new(0, 20_000));
-        }
         let (queue, calls, out) = (EventQueue::new(), DmaCalls::default(), Vec::new());
         SimDataFixture { dma, planes, hooks: Overtaking(overtaking), queue, calls, out }
     }
@@ -98,10 +102,11 @@ impl DataFixture for SimDataFixture {
         let now = self.queue.now();
         for plane in &mut self.planes {
             plane.take_calls(&mut self.calls);
-            self.dma.perform(now, plane.ix(), &mut self.calls, &mut self.hooks, &mut self.queue);
+            let cx = &mut StepContext::new(now, &mut self.queue, &mut self.out);
+            self.dma.perform(plane.ix(), &mut self.calls, &mut self.hooks, cx);
         }
         if let Some((now, event)) = self.queue.pop() {
-            self.dma.step(now, event, &mut self.queue, &mut self.out);
+            self.dma.step(event, &mut StepContext::new(now, &mut self.queue, &mut self.out));
         }
         for output in self.out.drain(..) {
             if let DmaOutput::Deliver { plane, message: news } = output {
@@ -115,10 +120,11 @@ impl DataFixture for SimDataFixture {
     }
 
     fn backend(&mut self, there: bool) -> bool {
-        let (now, plane) = (self.queue.now(), DataPlaneIx(0));
+        let plane = DataPlaneIx(0);
+        let cx = &mut StepContext::new(self.queue.now(), &mut self.queue, &mut self.out);
         match there {
-            true => self.dma.gain_backend(now, plane, &mut self.queue, &mut self.out),
-            false => self.dma.lose_backend(now, plane, &mut self.queue, &mut self.out),
+            true => self.dma.gain_backend(plane, cx),
+            false => self.dma.lose_backend(plane, cx),
         }
         true
     }
@@ -126,7 +132,8 @@ impl DataFixture for SimDataFixture {
     fn kill(&mut self) -> bool {
         let now = self.queue.now();
         let times = (Nanos::ZERO, Some(Nanos::from_ms(1)));
-        self.dma.crash(now, DataPlaneIx(1), times, &mut self.queue, &mut Vec::new());
+        let out = &mut Vec::new();
+        self.dma.crash(DataPlaneIx(1), times, &mut StepContext::new(now, &mut self.queue, out));
         true
     }
 }
@@ -174,10 +181,11 @@ impl ControlFixture for SimControlFixture {
         for plane in &mut self.planes {
             plane.take_calls(&mut self.calls);
             let ix = plane.ix();
-            self.net.perform(now, ix, &mut self.calls, &mut NoNetFaults, &mut self.queue);
+            let cx = &mut StepContext::new(now, &mut self.queue, &mut self.out);
+            self.net.perform(ix, &mut self.calls, &mut NoFrameFaults, cx);
         }
         if let Some((now, event)) = self.queue.pop() {
-            self.net.step(now, event, &mut self.queue, &mut self.out);
+            self.net.step(event, &mut StepContext::new(now, &mut self.queue, &mut self.out));
         }
         for NetOutput::Deliver { plane, message: news, .. } in self.out.drain(..) {
             self.planes[plane.0 as usize].deliver(news);

@@ -6,12 +6,12 @@ use kvferry_engine::fabric::{
     OpId, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionId, SessionId, Submit,
 };
 use kvferry_sim::dma::{
-    BytesDecision, CompletionDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks,
-    DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec, SimDataPlane,
+    BytesDecision, CompletionDecision, DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaContext, DmaEvent,
+    DmaHooks, DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec, SimDataPlane,
 };
 use kvferry_sim::keyed_rng::InclusiveRange;
-use kvferry_sim::memory::{Fidelity, RankStore};
-use kvferry_sim::queue::EventQueue;
+use kvferry_sim::memory::{MemoryFidelity, RankStore};
+use kvferry_sim::queue::{EventQueue, StepContext};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
@@ -83,11 +83,24 @@ impl DmaBench {
         pair
     }
 
+    /// Has the network do something; what it did.
+    fn act(
+        &mut self,
+        now: Nanos,
+        act: impl FnOnce(&mut Dma, &mut DmaContext<'_>),
+    ) -> Vec<DmaOutput> {
+        let mut out = Vec::new();
+        act(&mut self.dma, &mut StepContext::new(now, &mut self.queue, &mut out));
+        out
+    }
+
     fn perform(&mut self) {
         let (mut calls, now) = (DmaCalls::default(), self.queue.now());
         for plane in &mut self.planes {
             plane.take_calls(&mut calls);
-            self.dma.perform(now, plane.ix(), &mut calls, &mut self.fates, &mut self.queue);
+            let mut out = Vec::new();
+            let cx = &mut StepContext::new(now, &mut self.queue, &mut out);
+            self.dma.perform(plane.ix(), &mut calls, &mut self.fates, cx);
         }
     }
 
@@ -115,8 +128,7 @@ impl DmaBench {
         self.perform();
         while self.queue.next_at().is_some_and(|at| at <= end) {
             let (now, event) = self.queue.pop().expect("there is an entry");
-            let mut out = Vec::new();
-            self.dma.step(now, event, &mut self.queue, &mut out);
+            let out = self.act(now, |dma, cx| dma.step(event, cx));
             self.take(out);
             self.perform();
         }
@@ -225,12 +237,12 @@ fn a_dead_session_fails_the_others_and_is_gone() {
 fn a_full_queue_takes_one_operation() {
     let mut pair = DmaBench::new();
     let mut out = Vec::new();
-    pair.dma.set_queue_full(DataPlaneIx(0), true, &mut out);
+    out.extend(pair.act(Nanos::ZERO, |dma, cx| dma.set_queue_full(DataPlaneIx(0), true, cx)));
     pair.take(out);
     pair.write(1, OpDecision::default()).expect("an empty queue takes one");
     assert_eq!(pair.write(1, OpDecision::default()), Err(Refused::Busy));
     let mut out = Vec::new();
-    pair.dma.set_queue_full(DataPlaneIx(0), false, &mut out);
+    out.extend(pair.act(Nanos::ZERO, |dma, cx| dma.set_queue_full(DataPlaneIx(0), false, cx)));
     pair.take(out);
     pair.write(1, OpDecision::default()).expect("the queue has room again");
 }
@@ -240,11 +252,11 @@ fn a_short_partition_delays_and_a_long_one_fails() {
     for (heals, ok) in [(Nanos::from_ms(100), true), (Nanos::from_ms(900), false)] {
         let mut pair = DmaBench::new();
         let start = pair.queue.now();
-        pair.dma.set_cut(start, (0, 1), true, &mut pair.queue);
+        pair.act(start, |dma, cx| dma.set_cut((0, 1), true, cx));
         let op = pair.write(4, OpDecision::default()).unwrap();
         pair.run_until(start + heals);
         assert_eq!(pair.slices(op), 0);
-        pair.dma.set_cut(start + heals, (0, 1), false, &mut pair.queue);
+        pair.act(start + heals, |dma, cx| dma.set_cut((0, 1), false, cx));
         pair.run();
         let expected =
             if ok { Completion::Done } else { failed(FabricError::AckTimeout, Landed::None) };
@@ -257,7 +269,7 @@ fn a_short_partition_delays_and_a_long_one_fails() {
 fn a_cut_way_back_loses_the_ack_only() {
     let mut pair = DmaBench::new();
     let start = pair.queue.now();
-    pair.dma.set_cut(start, (1, 0), true, &mut pair.queue);
+    pair.act(start, |dma, cx| dma.set_cut((1, 0), true, cx));
     let op = pair.write(4, OpDecision::default()).unwrap();
     pair.run();
     assert_eq!(pair.slices(op), 4);
@@ -269,12 +281,12 @@ fn a_paused_process_is_written_to_and_told_later() {
     let mut pair = DmaBench::new();
     let op = pair.write(4, OpDecision::default()).unwrap();
     for plane in [DataPlaneIx(0), DataPlaneIx(1)] {
-        pair.dma.set_paused(plane, true, &mut Vec::new());
+        pair.act(Nanos::ZERO, |dma, cx| dma.set_paused(plane, true, cx));
     }
     pair.run();
     assert_eq!((pair.slices(op), pair.outcome(op)), (4, None));
     let mut out = Vec::new();
-    pair.dma.set_paused(DataPlaneIx(0), false, &mut out);
+    out.extend(pair.act(Nanos::ZERO, |dma, cx| dma.set_paused(DataPlaneIx(0), false, cx)));
     pair.take(out);
     assert_eq!(pair.outcome(op).unwrap().1, Completion::Done);
 }
@@ -285,7 +297,7 @@ fn bytes_of_a_crashed_process_land_for_the_linger_only() {
         let mut pair = DmaBench::new();
         let op = pair.write(60, OpDecision::default()).unwrap();
         let now = pair.queue.now();
-        pair.dma.crash(now, DataPlaneIx(0), (linger, None), &mut pair.queue, &mut Vec::new());
+        pair.act(now, |dma, cx| dma.crash(DataPlaneIx(0), (linger, None), cx));
         pair.run();
         assert_eq!(pair.slices(op) == 60, all, "{} slices landed", pair.slices(op));
         assert!(pair.landed.iter().all(|(at, _)| *at <= now + linger));
@@ -295,8 +307,8 @@ fn bytes_of_a_crashed_process_land_for_the_linger_only() {
 }
 
 /// Time from submit to completion of two equal operations together.
-fn duration(pair: &mut DmaBench, fidelity: Fidelity, count: u64) -> u64 {
-    assert_eq!(fidelity, Fidelity::Bytes);
+fn duration(pair: &mut DmaBench, fidelity: MemoryFidelity, count: u64) -> u64 {
+    assert_eq!(fidelity, MemoryFidelity::Bytes);
     let start = pair.queue.now();
     let ops: Vec<_> = (0..count).map(|_| pair.write(64, OpDecision::default()).unwrap()).collect();
     pair.run();
@@ -309,17 +321,17 @@ fn concurrent_transfers_share_the_port_and_a_slow_link_slows() {
     let alone = 64 * 256 * 1_000_000_000 / BYTES_PER_SEC;
     let near = |time: u64, expected: u64| time.abs_diff(expected) <= expected / 50 + 2;
     let mut pair = DmaBench::new();
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, alone), "{time} instead of {alone}");
-    let time = duration(&mut pair, Fidelity::Bytes, 4);
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 4);
     assert!(near(time, 4 * alone), "{time} instead of {}", 4 * alone);
     let now = pair.queue.now();
-    pair.dma.set_link_rate(now, (0, 1), Some(BYTES_PER_SEC / 10), &mut pair.queue);
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    pair.act(now, |dma, cx| dma.set_link_rate((0, 1), Some(BYTES_PER_SEC / 10), cx));
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, 10 * alone), "{time} instead of {}", 10 * alone);
-    pair.dma.set_link_rate(now, (1, 0), Some(1_000), &mut pair.queue);
-    pair.dma.set_link_rate(now, (0, 1), None, &mut pair.queue);
-    let time = duration(&mut pair, Fidelity::Bytes, 1);
+    pair.act(now, |dma, cx| dma.set_link_rate((1, 0), Some(1_000), cx));
+    pair.act(now, |dma, cx| dma.set_link_rate((0, 1), None, cx));
+    let time = duration(&mut pair, MemoryFidelity::Bytes, 1);
     assert!(near(time, alone), "{time} instead of {alone}");
     assert_eq!(pair.dma.nic_bytes(NicIx(0)), (7 * 64 * 256, 0));
 }
@@ -433,10 +445,10 @@ fn what_was_read_is_not_lost_by_what_becomes_of_the_source() {
         match ill {
             0 => pair.planes[1].fence(PeerId(0)),
             1 => pair.planes[1].deregister(RegionId(0)).unwrap(),
-            2 => pair.dma.set_cut(now, (1, 0), true, &mut pair.queue),
+            2 => drop(pair.act(now, |dma, cx| dma.set_cut((1, 0), true, cx))),
             _ => {
                 let (linger, mut out) = ((Nanos::from_us(1), None), Vec::new());
-                pair.dma.crash(now, DataPlaneIx(1), linger, &mut pair.queue, &mut out);
+                out.extend(pair.act(now, |dma, cx| dma.crash(DataPlaneIx(1), linger, cx)));
                 pair.take(out);
             }
         }

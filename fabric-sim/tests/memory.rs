@@ -6,13 +6,19 @@ use kvferry_engine::fabric::{
     PlaneTimeouts, RegionId, SessionId, Submit,
 };
 use kvferry_sim::dma::{
-    DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaOutput, NoDmaFaults, PlaneSpec,
-    SimDataPlane,
+    DataPlaneIx, Dma, DmaCalls, DmaConfig, DmaEvent, DmaHooks, DmaOutput, PlaneSpec, SimDataPlane,
 };
-use kvferry_sim::memory::{BlockTokens, Fidelity, MemoryShape, MismatchKind, PieceSize, RankStore};
-use kvferry_sim::queue::EventQueue;
+use kvferry_sim::memory::{
+    BlockTokens, MemoryFidelity, MemoryShape, MismatchKind, PieceSize, RankStore,
+};
+use kvferry_sim::queue::{EventQueue, StepContext};
 use proptest::prelude::*;
 use std::sync::Arc;
+
+/// Everything works.
+struct NoOpFaults;
+
+impl DmaHooks for NoOpFaults {}
 
 const LAYERS: u16 = 3;
 const BLOCKS: u32 = 6;
@@ -70,7 +76,13 @@ fn row_at(order: SliceOrder, slots: u32, layer: u16, (block, slot, token): (u32,
     layout.base + 2 * (layout.stride[0] * b + layout.stride[1] * h + layout.stride[2] * n)
 }
 
-fn store(order: SliceOrder, tp: u16, rank: u16, unit: PieceSize, fidelity: Fidelity) -> RankStore {
+fn store(
+    order: SliceOrder,
+    tp: u16,
+    rank: u16,
+    unit: PieceSize,
+    fidelity: MemoryFidelity,
+) -> RankStore {
     let slots = 2 * 4 / u32::from(tp);
     let layers: Vec<_> = (0..LAYERS).map(|layer| layout(order, slots, layer)).collect();
     let len = ROW * u64::from(BLOCKS * slots * TOKENS) * u64::from(LAYERS);
@@ -92,11 +104,15 @@ struct StorePair {
 }
 
 impl StorePair {
-    fn new(fidelity: Fidelity, stores: [RankStore; 2]) -> StorePair {
+    fn new(fidelity: MemoryFidelity, stores: [RankStore; 2]) -> StorePair {
         StorePair::with_bandwidth(fidelity, stores, 50_000_000_000)
     }
 
-    fn with_bandwidth(fidelity: Fidelity, stores: [RankStore; 2], bytes_per_sec: u64) -> StorePair {
+    fn with_bandwidth(
+        fidelity: MemoryFidelity,
+        stores: [RankStore; 2],
+        bytes_per_sec: u64,
+    ) -> StorePair {
         let mut dma = Dma::new(DmaConfig { fidelity, ..DmaConfig::default() });
         let caps = Caps {
             read: true,
@@ -143,10 +159,11 @@ impl StorePair {
             let now = self.queue.now();
             for plane in &mut self.planes {
                 plane.take_calls(&mut calls);
-                self.dma.perform(now, plane.ix(), &mut calls, &mut NoDmaFaults, &mut self.queue);
+                let cx = &mut StepContext::new(now, &mut self.queue, &mut out);
+                self.dma.perform(plane.ix(), &mut calls, &mut NoOpFaults, cx);
             }
             let Some((now, event)) = self.queue.pop() else { return };
-            self.dma.step(now, event, &mut self.queue, &mut out);
+            self.dma.step(event, &mut StepContext::new(now, &mut self.queue, &mut out));
             for output in out.drain(..) {
                 if let DmaOutput::Deliver { plane, message: news } = output {
                     self.planes[plane.0 as usize].deliver(news);
@@ -217,7 +234,7 @@ fn merged(rows: &[(u64, u64, u64)]) -> Vec<(u64, u64, u64)> {
 #[test]
 fn what_was_filled_is_there() {
     for (order, fidelity) in
-        ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
+        ORDERS.iter().flat_map(|o| [(*o, MemoryFidelity::Bytes), (*o, MemoryFidelity::Cells)])
     {
         let mut store = store(order, 1, 0, PieceSize { tokens: 4, slots: 8 }, fidelity);
         store.fill(&at(2, 0, 8), 0..LAYERS, 77);
@@ -227,7 +244,7 @@ fn what_was_filled_is_there() {
         assert!(store.check(&at(3, 0, 8), 77).is_err(), "{order:?} {fidelity:?}");
         store.fill(&at(2, 0, 8), 1..2, 79);
         let wrong = store.check(&at(2, 0, 8), 77).unwrap_err();
-        assert!(fidelity == Fidelity::Cells || wrong.layer == 1);
+        assert!(fidelity == MemoryFidelity::Cells || wrong.layer == 1);
         assert_eq!(wrong.position, 16);
     }
 }
@@ -235,7 +252,7 @@ fn what_was_filled_is_there() {
 #[test]
 fn a_layer_that_did_not_land_is_missing() {
     for (order, fidelity) in
-        ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
+        ORDERS.iter().flat_map(|o| [(*o, MemoryFidelity::Bytes), (*o, MemoryFidelity::Cells)])
     {
         let unit = PieceSize { tokens: 8, slots: 8 };
         let stores = [0, 1].map(|_| store(order, 1, 0, unit, fidelity));
@@ -258,7 +275,7 @@ fn a_layer_that_did_not_land_is_missing() {
 #[test]
 fn a_piece_that_comes_with_several_operations_is_there_after_the_last() {
     for (order, fidelity) in
-        ORDERS.iter().flat_map(|o| [(*o, Fidelity::Bytes), (*o, Fidelity::Cells)])
+        ORDERS.iter().flat_map(|o| [(*o, MemoryFidelity::Bytes), (*o, MemoryFidelity::Cells)])
     {
         let stores =
             [0, 1].map(|_| store(order, 1, 0, PieceSize { tokens: 8, slots: 8 }, fidelity));
@@ -286,7 +303,7 @@ fn a_piece_that_comes_with_several_operations_is_there_after_the_last() {
 
 #[test]
 fn keys_in_the_place_of_values_are_seen() {
-    for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+    for fidelity in [MemoryFidelity::Bytes, MemoryFidelity::Cells] {
         let stores = [0, 1].map(|_| {
             store(SliceOrder::SlotMajor, 4, 0, PieceSize { tokens: 8, slots: 1 }, fidelity)
         });
@@ -309,7 +326,7 @@ fn keys_in_the_place_of_values_are_seen() {
 
 #[test]
 fn a_piece_sent_before_its_last_token_is_seen() {
-    for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+    for fidelity in [MemoryFidelity::Bytes, MemoryFidelity::Cells] {
         let unit = PieceSize { tokens: 8, slots: 8 };
         let stores = [0, 1].map(|_| store(SliceOrder::SlotMajor, 1, 0, unit, fidelity));
         let mut pair = StorePair::new(fidelity, stores);
@@ -323,7 +340,7 @@ fn a_piece_sent_before_its_last_token_is_seen() {
 }
 
 /// Time of `count` operations that are submitted together, each of one block.
-fn together(fidelity: Fidelity, count: u32) -> u64 {
+fn together(fidelity: MemoryFidelity, count: u32) -> u64 {
     let unit = PieceSize { tokens: 8, slots: 8 };
     let stores = [0, 1].map(|_| store(SliceOrder::SlotMajor, 1, 0, unit, fidelity));
     // So slow that latencies do not count.
@@ -344,9 +361,9 @@ fn together(fidelity: Fidelity, count: u32) -> u64 {
 #[test]
 fn a_port_is_shared_in_cells_as_in_bytes() {
     let near = |a: u64, b: u64| a.abs_diff(b) * 50 <= a.max(b);
-    let alone = together(Fidelity::Bytes, 1);
+    let alone = together(MemoryFidelity::Bytes, 1);
     for count in 1..=3 {
-        for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+        for fidelity in [MemoryFidelity::Bytes, MemoryFidelity::Cells] {
             let time = together(fidelity, count);
             assert!(near(time, alone * u64::from(count)), "{count} {fidelity:?}: {time} {alone}");
         }
@@ -375,7 +392,7 @@ proptest! {
             if shift { rows[index].0 = other } else { rows.remove(index); }
         }
         let slices = if cut { rows } else { merged(&rows) };
-        for fidelity in [Fidelity::Bytes, Fidelity::Cells] {
+        for fidelity in [MemoryFidelity::Bytes, MemoryFidelity::Cells] {
             // Rank 0 of the larger TP holds the fewest heads: it is what the cells tell apart.
             let unit = PieceSize { tokens, slots: 4 / u32::from(tp[1]) };
             let (big, small) = (tp[0], tp[1]);

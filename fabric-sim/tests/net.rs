@@ -4,10 +4,10 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
 use kvferry_sim::keyed_rng::InclusiveRange;
 use kvferry_sim::net::{
-    ControlNetwork, ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetEvent,
-    NetHooks, NetOutput, SimControlPlane,
+    ControlNetwork, ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetContext,
+    NetEvent, NetHooks, NetOutput, SimControlPlane,
 };
-use kvferry_sim::queue::EventQueue;
+use kvferry_sim::queue::{EventQueue, StepContext};
 use std::collections::BTreeMap;
 
 const LINK: LinkId = LinkId(0);
@@ -48,11 +48,24 @@ impl NetBench {
         pair
     }
 
+    /// Has the network do something; what it did.
+    fn act(
+        &mut self,
+        now: Nanos,
+        act: impl FnOnce(&mut ControlNetwork, &mut NetContext<'_>),
+    ) -> Vec<NetOutput> {
+        let mut out = Vec::new();
+        act(&mut self.net, &mut StepContext::new(now, &mut self.queue, &mut out));
+        out
+    }
+
     fn perform(&mut self) {
         let (mut calls, now) = (NetCalls::default(), self.queue.now());
         for plane in self.planes.iter_mut().rev() {
             plane.take_calls(&mut calls);
-            self.net.perform(now, plane.ix(), &mut calls, &mut self.fates, &mut self.queue);
+            let mut out = Vec::new();
+            let cx = &mut StepContext::new(now, &mut self.queue, &mut out);
+            self.net.perform(plane.ix(), &mut calls, &mut self.fates, cx);
         }
     }
 
@@ -68,8 +81,7 @@ impl NetBench {
     fn run(&mut self) {
         self.perform();
         while let Some((now, event)) = self.queue.pop() {
-            let mut out = Vec::new();
-            self.net.step(now, event, &mut self.queue, &mut out);
+            let out = self.act(now, |net, cx| net.step(event, cx));
             self.take(out);
             self.perform();
         }
@@ -138,11 +150,11 @@ fn a_half_open_link_swallows_one_direction() {
 #[test]
 fn a_paused_process_gets_its_frames_later_and_holds_up_the_queue() {
     let mut pair = NetBench::new();
-    pair.net.set_paused(ControlPlaneIx(1), true, &mut Vec::new());
+    pair.act(Nanos::ZERO, |net, cx| net.set_paused(ControlPlaneIx(1), true, cx));
     assert!(pair.send(&[1, 2, 3, 4]).is_empty());
     assert!(pair.planes[0].send(LINK, &[&[5]]).is_err(), "nothing left the queue");
     let mut out = Vec::new();
-    pair.net.set_paused(ControlPlaneIx(1), false, &mut out);
+    out.extend(pair.act(Nanos::ZERO, |net, cx| net.set_paused(ControlPlaneIx(1), false, cx)));
     pair.take(out);
     assert_eq!(pair.got(), [1, 2, 3, 4]);
     assert_eq!(pair.send(&[5]), [5]);
@@ -155,7 +167,7 @@ fn a_crash_is_told_or_not() {
         pair.planes[1].send(INBOUND, &[b"last words"]).expect("the link is up");
         pair.perform();
         let now = pair.queue.now();
-        pair.net.crash(now, ControlPlaneIx(1), told, &mut pair.queue);
+        pair.act(now, |net, cx| net.crash(ControlPlaneIx(1), told, cx));
         pair.run();
         let parts = vec![b"last words".to_vec()];
         let mut expected = vec![ControlEvent::Frame { link: LINK, parts }];
@@ -171,7 +183,7 @@ fn a_crash_is_told_or_not() {
 fn a_restarted_process_takes_over_the_name() {
     let mut pair = NetBench::new();
     let now = pair.queue.now();
-    pair.net.crash(now, ControlPlaneIx(1), None, &mut pair.queue);
+    pair.act(now, |net, cx| net.crash(ControlPlaneIx(1), None, cx));
     let name = Endpoint::from("sim://b");
     pair.planes[0].dial(LinkId(1), &name, LinkKind::Handshake).expect("a dial is taken");
     pair.run();

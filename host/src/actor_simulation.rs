@@ -21,11 +21,11 @@ use kvferry_engine::core::message::{
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{Router, RouterEffect, RouterInput};
 use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
-use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
+use kvferry_engine::core::{Gauges, Machine, Nanos};
 use kvferry_engine::fabric::{ControlEvent, NextPoll};
 use kvferry_scenarios::Run;
 use kvferry_sim::world::{
-    MachineConfig, MachineEffect, MachineId, MachineInput, PendingEffects, RunReport, SimOptions,
+    MachineConfig, MachineEffect, MachineId, MachineInput, RunReport, SimOptions,
     SimStep, Simulation, StepAction,
 };
 use std::cell::{RefCell, RefMut};
@@ -131,7 +131,8 @@ impl StepDispatcher {
             match what {
                 StepAction::Start(config) => {
                     self.start(home, config);
-                    apply_nothing(&mut self.world.simulation(), actor);
+                    // A machine that has just come into being wants nothing.
+                    self.world.simulation().end_step(None, None);
                 }
                 StepAction::Stop => _ = self.processes.remove(&home),
                 StepAction::Input(input) => {
@@ -232,24 +233,6 @@ fn as_instance(actor: MachineId, input: MachineInput) -> InstanceInput {
             TransferInput::Tick => InstanceInput::Tick(InstancePart::Rank(rank)),
         },
         (actor, input) => panic!("{input:?} for {actor}"),
-    }
-}
-
-/// A machine that has just come into being wants nothing.
-fn apply_nothing(simulation: &mut Simulation, actor: MachineId) {
-    match actor {
-        MachineId::Router => {
-            simulation.apply(PendingEffects::Router(&mut Outbox::new()), None, None)
-        }
-        MachineId::Prefill(_) => {
-            simulation.apply(PendingEffects::Prefill(&mut Outbox::new()), None, None)
-        }
-        MachineId::Decode(_) => {
-            simulation.apply(PendingEffects::Decode(&mut Outbox::new()), None, None)
-        }
-        MachineId::Transfer(..) => {
-            simulation.apply(PendingEffects::Transfer(&mut Outbox::new()), None, None);
-        }
     }
 }
 

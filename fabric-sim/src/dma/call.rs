@@ -1,7 +1,8 @@
 //! What planes, the data network and the world tell each other.
 
 use crate::keyed_rng::InclusiveRange;
-use crate::memory::{Fidelity, OpSlice, RankStore};
+use crate::memory::{MemoryFidelity, OpSlice, RankStore};
+use crate::queue::StepContext;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Address, Caps, DataEvent, Direction, FabricError, Landed, Memory, OpId, PeerId, QuiesceTicket,
@@ -133,24 +134,12 @@ pub trait DmaHooks {
         OpDecision::default()
     }
 
-    /// Why a session cannot be opened now.
-    fn open(&mut self, now: Nanos, from: DataPlaneIx, to: DataPlaneIx) -> Option<FabricError> {
-        let _unused = (now, from, to);
-        None
-    }
-
     /// Why memory cannot be registered.
     fn register(&mut self, now: Nanos, plane: DataPlaneIx) -> Option<FabricError> {
         let _unused = (now, plane);
         None
     }
 }
-
-/// Everything works.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoDmaFaults;
-
-impl DmaHooks for NoDmaFaults {}
 
 /// How an operation ends.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -190,8 +179,8 @@ pub enum BytesDecision {
     Missing,
 }
 
-/// What becomes of a completion.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// What becomes of a completion, the best first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CompletionDecision {
     /// Reported after the latency of the way back.
     #[default]
@@ -208,7 +197,7 @@ pub struct DmaConfig {
     /// Seed of all draws.
     pub seed: u64,
     /// How exactly memory is simulated; the same for all stores.
-    pub fidelity: Fidelity,
+    pub fidelity: MemoryFidelity,
     /// One way between nodes.
     pub latency: InclusiveRange,
     /// One way within a node.
@@ -233,7 +222,7 @@ impl Default for DmaConfig {
     fn default() -> Self {
         DmaConfig {
             seed: 0,
-            fidelity: Fidelity::Bytes,
+            fidelity: MemoryFidelity::Bytes,
             latency: InclusiveRange::new(2_000, 5_000),
             latency_local: InclusiveRange::new(800, 1_500),
             register: InclusiveRange::new(10_000, 100_000),
@@ -261,28 +250,23 @@ pub struct PlaneSpec {
     pub store: RankStore,
 }
 
+/// An operation in its slot. Others use the slot later, and events of this one are stale then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct OpSlot {
+    pub(super) key: u32,
+    pub(super) generation: u32,
+}
+
 /// An entry of the event queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaEvent {
     /// An operation starts to move.
-    Start {
-        op: u32,
-        generation: u32,
-    },
-    Land {
-        op: u32,
-        generation: u32,
-    },
+    Start(OpSlot),
+    Land(OpSlot),
     /// An operation completes.
-    Report {
-        op: u32,
-        generation: u32,
-    },
+    Report(OpSlot),
     /// A stalled operation gives up.
-    Timeout {
-        op: u32,
-        generation: u32,
-    },
+    Timeout(OpSlot),
     /// A port has served an operation.
     Serve {
         server: u32,
@@ -311,6 +295,9 @@ pub enum DmaEvent {
     },
 }
 
+/// With what the data network does something.
+pub type DmaContext<'a> = StepContext<'a, DmaEvent, DmaOutput>;
+
 /// What a step did.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DmaOutput {
@@ -325,8 +312,6 @@ pub enum DmaOutput {
         /// How it was reported.
         outcome: kvferry_engine::fabric::Completion,
     },
-    /// A session was reported as quiet.
-    Quiet { plane: DataPlaneIx, session: SessionId },
     /// From here on nothing of `peer` lands under this pass in the memory of `plane`.
     Fenced {
         plane: DataPlaneIx,

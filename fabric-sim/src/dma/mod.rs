@@ -18,14 +18,14 @@ mod plane;
 mod session;
 
 pub use call::{
-    BytesDecision, CompletionDecision, DataPlaneIx, DmaCalls, DmaConfig, DmaEvent, DmaHooks,
-    DmaLanding, DmaMessage, DmaOutput, NicIx, NoDmaFaults, OpDecision, OpInfo, PlaneSpec,
+    BytesDecision, CompletionDecision, DataPlaneIx, DmaCalls, DmaConfig, DmaContext, DmaEvent,
+    DmaHooks, DmaLanding, DmaMessage, DmaOutput, NicIx, OpDecision, OpInfo, PlaneSpec,
 };
 pub use plane::SimDataPlane;
 
 use crate::keyed_rng::{InclusiveRange, KeyedRng};
 use crate::memory::{LandingScratch, OpSlice, RankStore, SegmentOffset};
-use crate::queue::Schedule;
+use crate::slab::Slab;
 use call::{DmaCall, SimRegionDesc};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Caps, DataEvent, FabricError, Memory, PeerId, RegionId, SessionId};
@@ -49,8 +49,7 @@ pub struct Dma {
     /// Operations that wait for a partition to end.
     stalled: BTreeSet<u32>,
     /// News on their way; none in a slot whose news are void.
-    mail: Vec<Option<(DataPlaneIx, DmaMessage)>>,
-    free_mail: Vec<u32>,
+    mail: Slab<Option<(DataPlaneIx, DmaMessage)>>,
     /// Ordered pairs of nodes between which nothing passes.
     cut: BTreeSet<(u32, u32)>,
     /// Servers of links slower than the ports.
@@ -71,7 +70,8 @@ struct DmaPlane {
     paused: bool,
     /// News that came while it was paused.
     held: Vec<DmaMessage>,
-    regions: BTreeMap<RegionId, DmaRegion>,
+    /// Serials of registered memory.
+    regions: BTreeMap<RegionId, u32>,
     /// Registered memory by serial.
     places: BTreeMap<u32, (SegmentOffset, u64)>,
     peers: BTreeMap<PeerId, (DataPlaneIx, u64)>,
@@ -84,12 +84,6 @@ struct DmaPlane {
     epoch: u32,
     submitted: u64,
     drawn: u64,
-    ack_extra: InclusiveRange,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct DmaRegion {
-    serial: u32,
 }
 
 mod draw {
@@ -97,7 +91,6 @@ mod draw {
 
     pub(super) const LATENCY: u64 = kind("dma.latency");
     pub(super) const ACK: u64 = kind("dma.ack");
-    pub(super) const ACK_EXTRA: u64 = kind("dma.ack_extra");
     pub(super) const SHUFFLE: u64 = kind("dma.shuffle");
     pub(super) const STOP: u64 = kind("dma.stop");
     pub(super) const TEARDOWN: u64 = kind("dma.teardown");
@@ -117,8 +110,7 @@ impl Dma {
             ops: Vec::new(),
             free_ops: Vec::new(),
             stalled: BTreeSet::new(),
-            mail: Vec::new(),
-            free_mail: Vec::new(),
+            mail: Slab::default(),
             cut: BTreeSet::new(),
             slow: BTreeMap::new(),
             scratch: LandingScratch::default(),
@@ -171,7 +163,6 @@ impl Dma {
             epoch: 0,
             submitted: 0,
             drawn: 0,
-            ack_extra: InclusiveRange::exactly(0),
         });
         SimDataPlane::new(ix, spec.caps)
     }
@@ -208,13 +199,12 @@ impl Dma {
     }
 
     /// Performs the calls that a plane took; they are used up.
-    pub fn perform<S: Schedule<DmaEvent>>(
+    pub fn perform(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         calls: &mut DmaCalls,
         hooks: &mut dyn DmaHooks,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         if self.planes[plane.0 as usize].alive {
             for call in calls.list.drain(..) {
@@ -222,33 +212,32 @@ impl Dma {
                     DmaCall::Submit { op, session, direction, slices } => {
                         let slices = &calls.slices[slices.0 as usize..slices.1 as usize];
                         let info = (op, session, direction);
-                        self.accept(now, plane, info, slices, hooks, queue);
+                        self.accept(plane, info, slices, hooks, cx);
                     }
-                    call => self.set_up(now, plane, call, hooks, queue),
+                    call => self.set_up(plane, call, hooks, cx),
                 }
             }
         }
         calls.clear();
     }
 
-    fn set_up<S: Schedule<DmaEvent>>(
+    fn set_up(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         call: DmaCall,
         hooks: &mut dyn DmaHooks,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         let me = &mut self.planes[plane.0 as usize];
         match call {
             // All is registered anew after the reset.
             DmaCall::Register { .. } if me.lost => {}
             DmaCall::Register { region, serial, memory } => {
-                let refused = hooks.register(now, plane);
-                self.register(now, plane, (region, serial, memory), refused, queue);
+                let refused = hooks.register(cx.now, plane);
+                self.register(plane, (region, serial, memory), refused, cx);
             }
             DmaCall::Deregister { region } => {
-                if let Some(DmaRegion { serial }) = me.regions.remove(&region) {
+                if let Some(serial) = me.regions.remove(&region) {
                     me.places.remove(&serial);
                     me.epoch += 1;
                 }
@@ -259,34 +248,31 @@ impl Dma {
                     me.admitted.insert((other, fence_key));
                 }
             }
-            DmaCall::Disconnect { peer } => self.disconnect(now, plane, peer, queue),
+            DmaCall::Disconnect { peer } => self.disconnect(plane, peer, cx),
             DmaCall::Open { session, local, peer, remote } => {
-                self.open(now, plane, (session, local, peer, remote), hooks, queue);
+                self.open(plane, (session, local, peer, remote), cx);
             }
-            DmaCall::Close { session } => self.close(now, plane, session, queue),
-            DmaCall::Quiesce { session, ticket } => {
-                self.quiesce(now, plane, (session, ticket), queue)
-            }
+            DmaCall::Close { session } => self.close(plane, session, cx),
+            DmaCall::Quiesce { session, ticket } => self.quiesce(plane, (session, ticket), cx),
             DmaCall::Fence { peer } => {
                 if let Some(pair) = me.peers.get(&peer) {
                     me.admitted.remove(pair);
                     me.fenced.insert(*pair);
                     me.epoch += 1;
                 }
-                let at = now + self.draw_span(plane, self.config.fence);
-                self.mail_at(at, plane, DataEvent::Fenced { peer }, queue);
+                let at = cx.now + self.draw_span(plane, self.config.fence);
+                self.mail_at(at, plane, DataEvent::Fenced { peer }, cx);
             }
             DmaCall::Submit { .. } => unreachable!("submits are accepted apart"),
         }
     }
 
-    fn register<S: Schedule<DmaEvent>>(
+    fn register(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         (region, serial, memory): (RegionId, u32, Memory),
         refused: Option<FabricError>,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         let store = self.stores[plane.0 as usize].as_ref();
         let place = store.and_then(|store| store.place(&memory));
@@ -300,18 +286,12 @@ impl Dma {
                 Ok(SimRegionDesc { plane, serial, len }.encode())
             }
         };
-        me.regions.insert(region, DmaRegion { serial });
-        let at = now + self.draw_span(plane, self.config.register);
-        self.mail_at(at, plane, DataEvent::Registered { region, result }, queue);
+        me.regions.insert(region, serial);
+        let at = cx.now + self.draw_span(plane, self.config.register);
+        self.mail_at(at, plane, DataEvent::Registered { region, result }, cx);
     }
 
-    fn disconnect<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        plane: DataPlaneIx,
-        peer: PeerId,
-        queue: &mut S,
-    ) {
+    fn disconnect(&mut self, plane: DataPlaneIx, peer: PeerId, cx: &mut DmaContext<'_>) {
         let me = &mut self.planes[plane.0 as usize];
         let Some(pair) = me.peers.remove(&peer) else { return };
         if !me.peers.values().any(|other| *other == pair) && me.admitted.remove(&pair) {
@@ -322,118 +302,106 @@ impl Dma {
         };
         let sessions: Vec<_> = me.sessions.iter().filter_map(mine).collect();
         for session in sessions {
-            self.close(now, plane, session, queue);
+            self.close(plane, session, cx);
         }
     }
 
     /// Handles an entry of the queue and appends what it did.
-    pub fn step<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        event: DmaEvent,
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    pub fn step(&mut self, event: DmaEvent, cx: &mut DmaContext<'_>) {
         match event {
-            DmaEvent::Land { op, generation: turn } => self.land(now, (op, turn), queue, out),
-            DmaEvent::Start { op, generation: turn } => self.start(now, (op, turn), queue),
-            DmaEvent::Report { op, generation: turn } => self.report(now, (op, turn), queue, out),
-            DmaEvent::Timeout { op, generation: turn } => {
-                self.time_out(now, (op, turn), queue, out)
-            }
-            DmaEvent::Serve { server, generation: turn } => self.serve(now, (server, turn), queue),
+            DmaEvent::Land(slot)
+            | DmaEvent::Start(slot)
+            | DmaEvent::Report(slot)
+            | DmaEvent::Timeout(slot)
+                if self.ops[slot.key as usize].slot != slot => {}
+            DmaEvent::Land(slot) => self.land(slot.key, cx),
+            DmaEvent::Start(slot) => self.start(slot.key, cx),
+            DmaEvent::Report(slot) => self.report(slot.key, cx),
+            DmaEvent::Timeout(slot) => self.time_out(slot.key, cx),
+            DmaEvent::Serve { server, generation: turn } => self.serve((server, turn), cx),
             DmaEvent::Deliver { slot } => {
-                self.free_mail.push(slot);
-                if let Some((plane, news)) = self.mail[slot as usize].take() {
-                    self.hand_over(plane, news, out);
+                if let Some((plane, news)) = self.mail.take(slot) {
+                    self.hand_over(plane, news, cx);
                 }
             }
-            DmaEvent::Opened { session } => self.opened(session, out),
-            DmaEvent::Barrier { session, ticket } => self.barrier((session, ticket), out),
-            DmaEvent::Closed { session } => self.closed(session, out),
-            DmaEvent::Gone { plane } => self.gone(plane, out),
+            DmaEvent::Opened { session } => self.opened(session, cx),
+            DmaEvent::Barrier { session, ticket } => self.barrier((session, ticket), cx),
+            DmaEvent::Closed { session } => self.closed(session, cx),
+            DmaEvent::Gone { plane } => self.gone(plane, cx),
         }
     }
 
     /// A process died: nothing reaches its plane or its memory any more. Bytes that it sent may
     /// land for another `linger`; those of operations that are done land now. With `told` its peers
     /// get `PeerDown` after that time.
-    pub fn crash<S: Schedule<DmaEvent>>(
+    pub fn crash(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         (linger, told): (Nanos, Option<Nanos>),
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
+        cx: &mut DmaContext<'_>,
     ) {
         if !self.planes[plane.0 as usize].alive {
             return;
         }
-        self.flush_all_of(plane, out);
+        self.flush_all_of(plane, cx);
         let me = &mut self.planes[plane.0 as usize];
         me.alive = false;
         me.epoch += 1;
         me.held.clear();
-        queue.at(now + linger, DmaEvent::Gone { plane });
+        cx.after(linger, DmaEvent::Gone { plane });
         if let Some(told) = told {
-            self.tell_peers(now + told, plane, queue);
+            self.tell_peers(cx.now + told, plane, cx);
         }
     }
 
     /// What is done but has not landed lands: operations of a plane and those into its memory.
-    fn flush_all_of(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
+    fn flush_all_of(&mut self, plane: DataPlaneIx, cx: &mut DmaContext<'_>) {
         for key in 0..self.ops.len() as u32 {
             let op = &self.ops[key as usize];
             if op.plane == plane || op.peer == plane {
-                self.flush(key, out);
+                self.flush(key, cx);
             }
         }
     }
 
     /// The peers of a plane learn that it is gone.
-    fn tell_peers<S: Schedule<DmaEvent>>(&mut self, at: Nanos, plane: DataPlaneIx, queue: &mut S) {
+    fn tell_peers(&mut self, at: Nanos, plane: DataPlaneIx, cx: &mut DmaContext<'_>) {
         for other in 0..self.planes.len() {
             let peers = self.planes[other].peers.iter();
             let peers: Vec<_> =
                 peers.filter(|(_, (ix, _))| *ix == plane).map(|(p, _)| *p).collect();
             for peer in peers {
                 let event = DataEvent::PeerDown { peer };
-                self.mail_at(at, DataPlaneIx(other as u32), event, queue);
+                self.mail_at(at, DataPlaneIx(other as u32), event, cx);
             }
         }
     }
 
     /// Stops or resumes a process: while stopped its plane is told nothing. Remote access to its
     /// memory and what it posted go on.
-    pub fn set_paused(&mut self, plane: DataPlaneIx, paused: bool, out: &mut Vec<DmaOutput>) {
+    pub fn set_paused(&mut self, plane: DataPlaneIx, paused: bool, cx: &mut DmaContext<'_>) {
         let me = &mut self.planes[plane.0 as usize];
         me.paused = paused;
         if !paused {
             let held = std::mem::take(&mut me.held);
-            out.extend(held.into_iter().map(|news| DmaOutput::Deliver { plane, message: news }));
+            cx.out.extend(held.into_iter().map(|news| DmaOutput::Deliver { plane, message: news }));
         }
     }
 
     /// Makes the queue of a plane full, or ends that. A full queue still takes one operation when
     /// it is empty, because a plane that says `Busy` owes an event.
-    pub fn set_queue_full(&mut self, plane: DataPlaneIx, full: bool, out: &mut Vec<DmaOutput>) {
+    pub fn set_queue_full(&mut self, plane: DataPlaneIx, full: bool, cx: &mut DmaContext<'_>) {
         let credits = if full { 1 } else { self.planes[plane.0 as usize].caps.in_all.operations };
-        self.hand_over(plane, DmaMessage::Credits(credits), out);
-    }
-
-    /// Delays completions of a plane by a drawn time more, so that they overtake one another.
-    pub fn set_completion_shuffle(&mut self, plane: DataPlaneIx, extra: InclusiveRange) {
-        self.planes[plane.0 as usize].ack_extra = extra;
+        self.hand_over(plane, DmaMessage::Credits(credits), cx);
     }
 
     /// Limits what moves from one node to another to this many bytes per second; None: to the
     /// ports' bandwidth. Operations that started before keep the link that they started on.
-    pub fn set_link_rate<S: Schedule<DmaEvent>>(
+    pub fn set_link_rate(
         &mut self,
-        now: Nanos,
         (from, to): (u32, u32),
         bytes_per_sec: Option<u64>,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         match (bytes_per_sec, self.slow.get(&(from, to)).copied()) {
             (None, None) => {}
@@ -443,7 +411,7 @@ impl Dma {
             }
             (rate, Some(server)) => {
                 let rate = rate.unwrap_or(u64::MAX);
-                self.nics.servers[server as usize].set_rate((server, now), rate, queue);
+                self.nics.servers[server as usize].set_rate((server, cx.now), rate, cx.queue);
                 if rate == u64::MAX {
                     self.slow.remove(&(from, to));
                 }
@@ -453,32 +421,11 @@ impl Dma {
 
     /// Cuts or heals the way from one node to another. Operations stall; those that are not
     /// acknowledged for [`DmaConfig::ack_timeout`] fail.
-    pub fn set_cut<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (from, to): (u32, u32),
-        cut: bool,
-        queue: &mut S,
-    ) {
+    pub fn set_cut(&mut self, (from, to): (u32, u32), cut: bool, cx: &mut DmaContext<'_>) {
         if cut {
             self.cut.insert((from, to));
         } else if self.cut.remove(&(from, to)) {
-            self.resume(now, queue);
-        }
-    }
-
-    /// The session dies, as if its queue pair went to the error state.
-    pub fn kill_session<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        plane: DataPlaneIx,
-        session: SessionId,
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
-        let slot = self.planes[plane.0 as usize].sessions.get(&session).copied();
-        if let Some(slot) = slot.filter(|slot| self.mark_dead(*slot, out)) {
-            self.fail_all(now, slot, &FabricError::QueuePair, queue);
+            self.resume(cx);
         }
     }
 
@@ -493,24 +440,19 @@ impl Dma {
         Nanos(span.pick(self.keyed.draw(draw::ANSWER, u64::from(plane.0), me.drawn)))
     }
 
-    fn mail_at<S: Schedule<DmaEvent>>(
+    fn mail_at(
         &mut self,
         at: Nanos,
         plane: DataPlaneIx,
         event: DataEvent,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
-        let mail = Some((plane, DmaMessage::Event(event)));
-        let slot = self.free_mail.pop().unwrap_or_else(|| {
-            self.mail.push(None);
-            self.mail.len() as u32 - 1
-        });
-        self.mail[slot as usize] = mail;
-        queue.at(at, DmaEvent::Deliver { slot });
+        let slot = self.mail.add(Some((plane, DmaMessage::Event(event))));
+        cx.queue.at(at, DmaEvent::Deliver { slot });
     }
 
     /// Tells a plane, now.
-    fn hand_over(&mut self, plane: DataPlaneIx, news: DmaMessage, out: &mut Vec<DmaOutput>) {
+    fn hand_over(&mut self, plane: DataPlaneIx, news: DmaMessage, cx: &mut DmaContext<'_>) {
         let me = &mut self.planes[plane.0 as usize];
         if !me.alive {
             return;
@@ -518,12 +460,12 @@ impl Dma {
         if let DmaMessage::Event(DataEvent::Fenced { peer: id }) = &news
             && let Some((peer, fence_key)) = me.peers.get(id)
         {
-            out.push(DmaOutput::Fenced { plane, peer: *peer, fence_key: *fence_key });
+            cx.out.push(DmaOutput::Fenced { plane, peer: *peer, fence_key: *fence_key });
         }
         if me.paused {
             me.held.push(news);
         } else {
-            out.push(DmaOutput::Deliver { plane, message: news });
+            cx.out.push(DmaOutput::Deliver { plane, message: news });
         }
     }
 }

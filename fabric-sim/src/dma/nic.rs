@@ -11,7 +11,7 @@
 //! arrival or end costs O(log n). Operations that move slice by slice look up the current share
 //! for each slice instead.
 
-use super::call::{DmaEvent, NicIx};
+use super::call::{DmaEvent, NicIx, OpSlot};
 use super::meter::UtilizationMeter;
 use crate::queue::Schedule;
 use kvferry_engine::core::time::Nanos;
@@ -31,7 +31,7 @@ pub(super) struct PortServer {
     pace: u64,
     virtual_now: u64,
     updated: Nanos,
-    waiting: BinaryHeap<Reverse<(u64, u64, u32, u32)>>,
+    waiting: BinaryHeap<Reverse<(u64, u64, OpSlot)>>,
     arrivals: u64,
     /// Transfers that move slice by slice.
     sliced: u64,
@@ -125,12 +125,12 @@ impl PortServer {
     }
 
     /// Adds a whole operation.
-    pub(super) fn arrive<S: Schedule<DmaEvent>>(
+    pub(super) fn arrive(
         &mut self,
         (me, now): (u32, Nanos),
-        (op, turn): (u32, u32),
+        op: OpSlot,
         bytes: u64,
-        queue: &mut S,
+        queue: &mut dyn Schedule<DmaEvent>,
     ) {
         self.advance(now);
         if self.waiting.is_empty() {
@@ -139,19 +139,18 @@ impl PortServer {
         self.arrivals += 1;
         self.bytes += bytes;
         let end = self.virtual_now + (bytes << POINT);
-        self.waiting.push(Reverse((end, self.arrivals, op, turn)));
+        self.waiting.push(Reverse((end, self.arrivals, op)));
         self.plan(me, queue);
     }
 
     /// Takes out an operation that is served; call until none is. `turn` names the event.
-    pub(super) fn serve(&mut self, now: Nanos) -> Option<(u32, u32)> {
+    pub(super) fn serve(&mut self, now: Nanos) -> Option<OpSlot> {
         self.advance(now);
         let Reverse((end, ..)) = self.waiting.peek()?;
         if *end > self.virtual_now {
             return None;
         }
-        let Reverse((_, _, op, turn)) = self.waiting.pop()?;
-        Some((op, turn))
+        self.waiting.pop().map(|Reverse((_, _, op))| op)
     }
 
     /// True if this event is the one planned last.
@@ -163,7 +162,7 @@ impl PortServer {
     }
 
     /// Schedules the next service unless it is scheduled early enough.
-    pub(super) fn plan<S: Schedule<DmaEvent>>(&mut self, me: u32, queue: &mut S) {
+    pub(super) fn plan(&mut self, me: u32, queue: &mut dyn Schedule<DmaEvent>) {
         let Some(Reverse((end, ..))) = self.waiting.peek() else { return };
         let left = end.saturating_sub(self.virtual_now);
         let transfers = self.waiting.len() as u64;
@@ -176,11 +175,11 @@ impl PortServer {
     }
 
     /// Changes the bandwidth from now on.
-    pub(super) fn set_rate<S: Schedule<DmaEvent>>(
+    pub(super) fn set_rate(
         &mut self,
         (me, now): (u32, Nanos),
         bytes_per_sec: u64,
-        queue: &mut S,
+        queue: &mut dyn Schedule<DmaEvent>,
     ) {
         self.advance(now);
         self.set(bytes_per_sec);
@@ -266,8 +265,8 @@ mod tests {
             while let Some((now, turn)) = plan.0.first().copied().filter(|(at, _)| at.0 <= until) {
                 plan.0.pop_first();
                 if server.is_due(turn) {
-                    while let Some((op, _)) = server.serve(now) {
-                        assert_eq!(ends.insert(op, now.0), None);
+                    while let Some(op) = server.serve(now) {
+                        assert_eq!(ends.insert(op.key, now.0), None);
                     }
                     server.plan(0, plan);
                 }
@@ -277,7 +276,9 @@ mod tests {
             serve_until(&mut server, &mut plan, at);
             let place = (0, Nanos(at));
             match change {
-                LoadChange::Comes(op, bytes) => server.arrive(place, (op, 0), bytes, &mut plan),
+                LoadChange::Comes(op, bytes) => {
+                    server.arrive(place, OpSlot { key: op, generation: 0 }, bytes, &mut plan)
+                }
                 LoadChange::Rate(rate) => server.set_rate(place, rate, &mut plan),
             }
         }

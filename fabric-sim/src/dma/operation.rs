@@ -1,14 +1,13 @@
 //! The life of an operation: accepted, moving, landed, reported, settled.
 
 use super::call::{
-    BytesDecision, CompletionDecision, DataPlaneIx, DmaEvent, DmaHooks, DmaLanding, DmaMessage,
-    DmaOutput, OpDecision, OpInfo,
+    BytesDecision, CompletionDecision, DataPlaneIx, DmaContext, DmaEvent, DmaHooks, DmaLanding,
+    DmaMessage, DmaOutput, OpDecision, OpInfo, OpSlot,
 };
 use super::nic::span;
 use super::session::DmaSessionState;
 use super::{Dma, draw};
-use crate::memory::{CopySide, Fidelity, OpSlice, SegmentOffset, land};
-use crate::queue::Schedule;
+use crate::memory::{CopySide, MemoryFidelity, OpSlice, SegmentOffset, land};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, DataEvent, Direction, FabricError, Landed, OpId, SessionId,
@@ -19,7 +18,7 @@ use kvferry_scenarios::decide::{below, mix};
 /// stale.
 #[derive(Debug)]
 pub(super) struct DmaOp {
-    pub(super) generation: u32,
+    pub(super) slot: OpSlot,
     id: OpId,
     pub(super) plane: DataPlaneIx,
     pub(super) peer: DataPlaneIx,
@@ -71,10 +70,10 @@ impl DmaOp {
         self.reported && matches!(self.outcome, Some(Completion::Failed { .. }))
     }
 
-    fn spare() -> DmaOp {
+    fn spare(key: u32) -> DmaOp {
         let side = CopySide { store: 0, place: SegmentOffset { segment: 0, base: 0 } };
         DmaOp {
-            generation: 0,
+            slot: OpSlot { key, generation: 0 },
             id: OpId(0),
             plane: DataPlaneIx(0),
             peer: DataPlaneIx(0),
@@ -106,20 +105,19 @@ impl DmaOp {
 
 impl Dma {
     /// Takes an operation that the plane accepted.
-    pub(super) fn accept<S: Schedule<DmaEvent>>(
+    pub(super) fn accept(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         (id, session_id, direction): (OpId, SessionId, Direction),
         slices: &[OpSlice],
         hooks: &mut dyn DmaHooks,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         let me = &mut self.planes[plane.0 as usize];
         let nth = me.submitted;
         me.submitted += 1;
-        let slot = *me.sessions.get(&session_id).expect("the plane knows its open sessions");
-        let session = &self.sessions[slot as usize];
+        let number = *me.sessions.get(&session_id).expect("the plane knows its open sessions");
+        let session = &self.sessions[number as usize];
         let (peer, local, remote) = (session.remote.plane, session.local, session.remote.serial);
         let place = |plane: DataPlaneIx, serial: u32| {
             let (place, _) = self.planes.get(plane.0 as usize)?.places.get(&serial)?;
@@ -139,31 +137,32 @@ impl Dma {
             local_at: place(plane, local),
             remote_at: place(peer, remote).filter(|_| reaches),
         };
-        let fate = hooks.decide_op(now, &info);
-        let session = &mut self.sessions[slot as usize];
+        let fate = hooks.decide_op(cx.now, &info);
+        let session = &mut self.sessions[number as usize];
         let order = session.accepted;
         session.accepted += 1;
         let dead = session.state != DmaSessionState::Open;
         let key = self.free_ops.pop().unwrap_or_else(|| {
-            self.ops.push(DmaOp::spare());
-            self.ops.len() as u32 - 1
+            let key = self.ops.len() as u32;
+            self.ops.push(DmaOp::spare(key));
+            key
         });
         session.unsettled.insert(order, key);
         let latency = self.latency(plane, peer, nth, draw::LATENCY);
         let op = &mut self.ops[key as usize];
-        let (turn, mut kept) = (op.generation, std::mem::take(&mut op.slices));
+        let (slot, mut kept) = (op.slot, std::mem::take(&mut op.slices));
         kept.clear();
         kept.extend_from_slice(slices);
         *op = DmaOp {
-            generation: turn,
+            slot,
             id,
             plane,
             peer,
-            session: slot,
+            session: number,
             order,
             direction,
             decision: fate,
-            ..DmaOp::spare()
+            ..DmaOp::spare(key)
         };
         op.bytes = slices.iter().map(|slice| slice.len).sum();
         op.slices = kept;
@@ -172,14 +171,14 @@ impl Dma {
             op.ended = true;
             op.outcome =
                 Some(Completion::Failed { cause: FabricError::QueuePair, landed: Landed::None });
-            return queue.at(now + latency, DmaEvent::Report { op: key, generation: turn });
+            return cx.after(latency, DmaEvent::Report(op.slot));
         }
         self.prepare(key, nth);
         let delay = self.ops[key as usize].decision.delay;
         if delay > Nanos::ZERO {
-            queue.at(now + delay, DmaEvent::Start { op: key, generation: turn });
+            cx.after(delay, DmaEvent::Start(slot));
         } else {
-            self.start(now, (key, turn), queue);
+            self.start(key, cx);
         }
     }
 
@@ -190,7 +189,7 @@ impl Dma {
         let count = op.slices.len() as u32;
         let actor = u64::from(op.plane.0);
         let partial = !matches!(op.decision.bytes, BytesDecision::Whole);
-        if fidelity == Fidelity::Bytes || partial {
+        if fidelity == MemoryFidelity::Bytes || partial {
             let mut bits = keyed.draw(draw::SHUFFLE, actor, nth);
             for at in (1..op.slices.len()).rev() {
                 bits = mix(bits, at as u64);
@@ -214,14 +213,9 @@ impl Dma {
     }
 
     /// Puts an operation on its ports.
-    pub(super) fn start<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (key, turn): (u32, u32),
-        queue: &mut S,
-    ) {
+    pub(super) fn start(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &self.ops[key as usize];
-        if op.generation != turn || op.ended {
+        if op.ended {
             return;
         }
         let (from, to) = match op.direction {
@@ -230,18 +224,18 @@ impl Dma {
         };
         let servers = self.servers(from, to);
         let op = &mut self.ops[key as usize];
-        (op.servers, op.started, op.moving, op.since) = (servers, true, true, now);
-        let (bytes, latency) = (op.bytes, op.latency);
+        (op.servers, op.started, op.moving, op.since) = (servers, true, true, cx.now);
+        let (slot, bytes, latency) = (op.slot, op.bytes, op.latency);
         let used = servers.into_iter().filter(|server| *server != NO_SERVER);
-        if self.config.fidelity == Fidelity::Bytes {
+        if self.config.fidelity == MemoryFidelity::Bytes {
             used.for_each(|server| self.nics.servers[server as usize].enter(bytes));
             let first = self.pace(key);
-            return queue.at(now + latency + first, DmaEvent::Land { op: key, generation: turn });
+            return cx.after(latency + first, DmaEvent::Land(slot));
         }
         op.stages = used.clone().count() as u8;
         for server in used {
             let place = &mut self.nics.servers[server as usize];
-            place.arrive((server, now), (key, turn), bytes, queue);
+            place.arrive((server, cx.now), slot, bytes, cx.queue);
         }
     }
 
@@ -267,60 +261,50 @@ impl Dma {
     }
 
     /// A port is done with the operations that are due.
-    pub(super) fn serve<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (server, turn): (u32, u32),
-        queue: &mut S,
-    ) {
+    pub(super) fn serve(&mut self, (server, turn): (u32, u32), cx: &mut DmaContext<'_>) {
         let place = &mut self.nics.servers[server as usize];
         if !place.is_due(turn) {
             return;
         }
-        while let Some((key, turn)) = place.serve(now) {
-            let op = &mut self.ops[key as usize];
-            if op.generation == turn {
+        while let Some(slot) = place.serve(cx.now) {
+            let op = &mut self.ops[slot.key as usize];
+            if op.slot == slot {
                 op.stages -= 1;
                 if op.stages == 0 {
-                    queue.at(now + op.latency, DmaEvent::Land { op: key, generation: turn });
+                    cx.after(op.latency, DmaEvent::Land(op.slot));
                 }
             }
         }
-        place.plan(server, queue);
+        place.plan(server, cx.queue);
     }
 
     /// Lands what is due of an operation.
-    pub(super) fn land<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (key, turn): (u32, u32),
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    pub(super) fn land(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &mut self.ops[key as usize];
-        if op.generation != turn || op.ended || op.stalled {
+        if op.ended || op.stalled {
             return;
         }
         if let Err(cause) = self.may_land(key) {
-            return self.break_off(now, key, cause, queue, out);
+            return self.break_off(key, cause, cx);
         }
         if !self.ops[key as usize].is_past() && !self.cut.is_empty() && self.is_cut(key) {
-            return self.stall(now, key, queue);
+            return self.stall(key, cx);
         }
-        let single = self.config.fidelity == Fidelity::Bytes;
+        let single = self.config.fidelity == MemoryFidelity::Bytes;
         let op = &self.ops[key as usize];
         let left = op.stop - op.next;
-        self.land_slices(key, if single { left.min(1) } else { left }, out);
+        self.land_slices(key, if single { left.min(1) } else { left }, cx);
         let op = &self.ops[key as usize];
         if op.next < op.stop {
+            let slot = op.slot;
             let pace = if op.reported { op.latency.scale(1, 4) } else { self.pace(key) };
-            return queue.at(now + pace, DmaEvent::Land { op: key, generation: turn });
+            return cx.after(pace, DmaEvent::Land(slot));
         }
-        self.turn_over(now, key, queue, out);
+        self.turn_over(key, cx);
     }
 
     #[inline]
-    fn land_slices(&mut self, key: u32, count: u32, out: &mut Vec<DmaOutput>) {
+    fn land_slices(&mut self, key: u32, count: u32, cx: &mut DmaContext<'_>) {
         if count == 0 {
             return;
         }
@@ -329,85 +313,70 @@ impl Dma {
         let slices = &op.slices[first as usize..(first + count) as usize];
         let local_is_source = op.direction == Direction::Write;
         land(&mut self.stores, (op.from, op.to), local_is_source, slices, &mut self.scratch);
-        out.push(DmaOutput::Landed(landing(op, (key, first, count))));
+        cx.out.push(DmaOutput::Landed(landing(op, (key, first, count))));
         op.next += count;
     }
 
     /// Lands at once what is outstanding of an operation that was reported as done: its session
     /// becomes quiet, and what is done may not be lost.
-    pub(super) fn flush(&mut self, key: u32, out: &mut Vec<DmaOutput>) {
+    pub(super) fn flush(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &self.ops[key as usize];
         if op.ended || op.outcome != Some(Completion::Done) {
             return;
         }
         let left = op.slices.len() as u32 - op.next;
         if self.may_land(key).is_ok() {
-            self.land_slices(key, left, out);
+            self.land_slices(key, left, cx);
         }
     }
 
     /// An operation fails where it stands.
-    fn break_off<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        key: u32,
-        cause: FabricError,
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    fn break_off(&mut self, key: u32, cause: FabricError, cx: &mut DmaContext<'_>) {
         self.leave_ports(key);
         let op = &mut self.ops[key as usize];
         op.ended = true;
-        let (turn, latency) = (op.generation, op.latency);
         if op.reported {
-            return self.settle(key, out);
+            return self.settle(key, cx);
         }
         let landed = if op.next > 0 { Landed::Unknown } else { Landed::None };
         let wait = match cause {
             FabricError::PeerGone => self.config.ack_timeout,
-            _ => latency,
+            _ => op.latency,
         };
         op.decision.kill_session |= self.config.failure_kills;
         op.outcome = Some(Completion::Failed { cause, landed });
-        queue.at(now + wait, DmaEvent::Report { op: key, generation: turn });
+        cx.after(wait, DmaEvent::Report(op.slot));
     }
 
-    fn stall<S: Schedule<DmaEvent>>(&mut self, now: Nanos, key: u32, queue: &mut S) {
+    fn stall(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &mut self.ops[key as usize];
         op.stalled = true;
         self.stalled.insert(key);
         if !op.reported {
-            let event = DmaEvent::Timeout { op: key, generation: op.generation };
-            queue.at(now + self.config.ack_timeout, event);
+            cx.after(self.config.ack_timeout, DmaEvent::Timeout(op.slot));
         }
     }
 
     /// A partition healed: stalled operations go on where nothing else cuts them off.
-    pub(super) fn resume<S: Schedule<DmaEvent>>(&mut self, now: Nanos, queue: &mut S) {
+    pub(super) fn resume(&mut self, cx: &mut DmaContext<'_>) {
         for key in std::mem::take(&mut self.stalled) {
             let op = &mut self.ops[key as usize];
             op.stalled = false;
-            queue.at(now + op.latency, DmaEvent::Land { op: key, generation: op.generation });
+            cx.after(op.latency, DmaEvent::Land(op.slot));
         }
     }
 
-    pub(super) fn time_out<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (key, turn): (u32, u32),
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    pub(super) fn time_out(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &mut self.ops[key as usize];
-        if op.generation == turn && op.stalled && !op.reported && op.outcome.is_none() {
+        if op.stalled && !op.reported && op.outcome.is_none() {
             self.stalled.remove(&key);
-            self.break_off(now, key, FabricError::AckTimeout, queue, out);
+            self.break_off(key, FabricError::AckTimeout, cx);
         }
     }
 
     /// Counts the use of ports by an operation that moved slice by slice.
-    fn meter(&mut self, now: Nanos, key: u32) {
-        if self.config.fidelity == Fidelity::Bytes {
+    fn meter(&mut self, key: u32, now: Nanos) {
+        if self.config.fidelity == MemoryFidelity::Bytes {
             let op = &self.ops[key as usize];
             for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
                 self.nics.servers[server as usize].used((op.since, now), op.bytes);
@@ -417,7 +386,7 @@ impl Dma {
 
     fn leave_ports(&mut self, key: u32) {
         let op = &mut self.ops[key as usize];
-        if std::mem::take(&mut op.moving) && self.config.fidelity == Fidelity::Bytes {
+        if std::mem::take(&mut op.moving) && self.config.fidelity == MemoryFidelity::Bytes {
             for server in op.servers.into_iter().filter(|server| *server != NO_SERVER) {
                 self.nics.servers[server as usize].leave();
             }
@@ -425,17 +394,11 @@ impl Dma {
     }
 
     /// All slices landed that do so by themselves.
-    fn turn_over<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        key: u32,
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    fn turn_over(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let all = self.ops[key as usize].slices.len() as u32;
         let first_time = self.ops[key as usize].moving;
         if first_time {
-            self.meter(now, key);
+            self.meter(key, cx.now);
         }
         self.leave_ports(key);
         let ack = self.ack_after(key);
@@ -443,11 +406,10 @@ impl Dma {
         let op = &mut self.ops[key as usize];
         if !first_time {
             op.ended = true;
-            return self.settle(key, out);
+            return self.settle(key, cx);
         }
-        let (turn, bytes) = (op.generation, op.decision.bytes.clone());
         let mut wait = ack;
-        let late = match bytes {
+        let late = match op.decision.bytes.clone() {
             BytesDecision::Whole | BytesDecision::Missing => {
                 (op.outcome, wait) = whole;
                 None
@@ -465,25 +427,21 @@ impl Dma {
         match late {
             Some(late) if op.next < all => {
                 op.stop = all;
-                queue.at(now + ack + late, DmaEvent::Land { op: key, generation: turn });
+                cx.after(ack + late, DmaEvent::Land(op.slot));
             }
             _ => op.ended = true,
         }
         if op.reported {
-            self.settle(key, out);
+            self.settle(key, cx);
         } else if op.outcome.is_some() {
-            let at = (now + wait).max(op.decision.not_before);
-            queue.at(at, DmaEvent::Report { op: key, generation: turn });
+            let at = (cx.now + wait).max(op.decision.not_before);
+            cx.queue.at(at, DmaEvent::Report(op.slot));
         }
     }
 
     fn ack_after(&self, key: u32) -> Nanos {
         let op = &self.ops[key as usize];
-        let actor = u64::from(op.plane.0);
-        let extra = self.planes[op.plane.0 as usize].ack_extra;
-        let back = self.latency(op.plane, op.peer, op.id.0, draw::ACK);
-        back + Nanos(extra.pick(self.keyed.draw(draw::ACK_EXTRA, actor, op.id.0)))
-            + op.decision.ack_delay
+        self.latency(op.plane, op.peer, op.id.0, draw::ACK) + op.decision.ack_delay
     }
 
     /// How and after what time an operation is reported whose bytes all arrived.
@@ -504,28 +462,22 @@ impl Dma {
     }
 
     /// Reports an operation, once.
-    pub(super) fn report<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        (key, turn): (u32, u32),
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
-    ) {
+    pub(super) fn report(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &self.ops[key as usize];
-        if op.generation != turn || op.reported {
+        if op.reported {
             return;
         }
         let session = op.session;
-        let kills = op.decision.kill_session && self.mark_dead(session, out);
-        self.finish_report(key, out);
+        let kills = op.decision.kill_session && self.mark_dead(session, cx);
+        self.finish_report(key, cx);
         if kills {
-            self.fail_all(now, session, &FabricError::QueuePair, queue);
+            self.fail_all(session, &FabricError::QueuePair, cx);
         }
-        self.settle(key, out);
+        self.settle(key, cx);
     }
 
     /// Reports an operation unless it was.
-    pub(super) fn finish_report(&mut self, key: u32, out: &mut Vec<DmaOutput>) {
+    pub(super) fn finish_report(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &mut self.ops[key as usize];
         if std::mem::replace(&mut op.reported, true) {
             return;
@@ -534,19 +486,19 @@ impl Dma {
         let lost = Completion::Failed { cause: FabricError::Closed, landed: Landed::Unknown };
         let outcome = op.outcome.get_or_insert(lost).clone();
         if self.planes[plane.0 as usize].alive {
-            out.push(DmaOutput::Completed { plane, op: id, outcome: outcome.clone() });
+            cx.out.push(DmaOutput::Completed { plane, op: id, outcome: outcome.clone() });
         }
-        self.hand_over(plane, DmaMessage::Event(DataEvent::Completed { op: id, outcome }), out);
+        self.hand_over(plane, DmaMessage::Event(DataEvent::Completed { op: id, outcome }), cx);
     }
 
     /// Forgets an operation that is reported and of which nothing lands any more.
-    fn settle(&mut self, key: u32, out: &mut Vec<DmaOutput>) {
+    fn settle(&mut self, key: u32, cx: &mut DmaContext<'_>) {
         let op = &self.ops[key as usize];
         if op.reported && op.ended {
             let (session, order) = (op.session, op.order);
             self.sessions[session as usize].unsettled.remove(&order);
             self.discard(key);
-            self.answer_tickets(session, out);
+            self.answer_tickets(session, cx);
         }
     }
 
@@ -556,7 +508,7 @@ impl Dma {
         self.stalled.remove(&key);
         let op = &mut self.ops[key as usize];
         op.ended = true;
-        op.generation = op.generation.wrapping_add(1);
+        op.slot.generation = op.slot.generation.wrapping_add(1);
         self.free_ops.push(key);
     }
 }

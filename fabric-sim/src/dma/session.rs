@@ -1,8 +1,7 @@
 //! Sessions: opening, quiet, teardown.
 
-use super::call::{DataPlaneIx, DmaEvent, DmaHooks, DmaMessage, DmaOutput, SimRegionDesc};
+use super::call::{DataPlaneIx, DmaContext, DmaEvent, DmaMessage, SimRegionDesc};
 use super::{Dma, backend, draw};
-use crate::queue::Schedule;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, DataEvent, FabricError, Landed, PeerId, QuiesceTicket, RegionId, SessionId,
@@ -49,21 +48,16 @@ struct PendingQuiesce {
 }
 
 impl Dma {
-    pub(super) fn open<S: Schedule<DmaEvent>>(
+    pub(super) fn open(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         (id, local, peer, remote): (SessionId, RegionId, PeerId, SimRegionDesc),
-        hooks: &mut dyn DmaHooks,
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
         let me = &self.planes[plane.0 as usize];
-        let serial = me.regions.get(&local).map_or(0, |region| region.serial);
+        let serial = me.regions.get(&local).copied().unwrap_or(0);
         let fence_key = me.peers.get(&peer).map_or(0, |(_, fence_key)| *fence_key);
-        let result = match hooks.open(now, plane, remote.plane) {
-            Some(cause) => Err(cause),
-            None => self.openable(plane, serial, remote),
-        };
+        let result = self.openable(plane, serial, remote);
         let slot = self.sessions.len() as u32;
         self.sessions.push(DmaSession {
             plane,
@@ -81,19 +75,19 @@ impl Dma {
         self.planes[plane.0 as usize].sessions.insert(id, slot);
         let unanswered = matches!(result, Err(FabricError::Unreachable));
         let span = self.draw_span(plane, self.config.open);
-        let at = now + if unanswered { self.config.ack_timeout } else { span };
-        queue.at(at, DmaEvent::Opened { session: slot });
+        let at = cx.now + if unanswered { self.config.ack_timeout } else { span };
+        cx.queue.at(at, DmaEvent::Opened { session: slot });
     }
 
     /// Tells the owner of a session whether it can be used, unless it was closed meanwhile.
-    pub(super) fn opened(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
+    pub(super) fn opened(&mut self, slot: u32, cx: &mut DmaContext<'_>) {
         let session = &mut self.sessions[slot as usize];
         let (plane, id) = (session.plane, session.id);
         if matches!(session.state, DmaSessionState::Open | DmaSessionState::Dead)
             && let Some(result) = session.opened.take()
         {
             let event = DataEvent::Opened { session: id, result };
-            self.hand_over(plane, DmaMessage::Event(event), out);
+            self.hand_over(plane, DmaMessage::Event(event), cx);
         }
     }
 
@@ -121,13 +115,7 @@ impl Dma {
     }
 
     /// Fails the operations of a session one by one. Bytes of those that started go on landing.
-    pub(super) fn fail_all<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        slot: u32,
-        cause: &FabricError,
-        queue: &mut S,
-    ) {
+    pub(super) fn fail_all(&mut self, slot: u32, cause: &FabricError, cx: &mut DmaContext<'_>) {
         let window = self.config.teardown.0;
         for (n, op) in &self.sessions[slot as usize].unsettled {
             let state = &mut self.ops[*op as usize];
@@ -140,20 +128,19 @@ impl Dma {
             }
             state.outcome = Some(Completion::Failed { cause: cause.clone(), landed });
             let after = self.keyed.below(draw::TEARDOWN, u64::from(slot), *n, window);
-            queue
-                .at(now + Nanos(after), DmaEvent::Report { op: *op, generation: state.generation });
+            cx.after(Nanos(after), DmaEvent::Report(state.slot));
         }
     }
 
     /// The session takes nothing more; false if it did not before.
-    pub(super) fn mark_dead(&mut self, slot: u32, out: &mut Vec<DmaOutput>) -> bool {
+    pub(super) fn mark_dead(&mut self, slot: u32, cx: &mut DmaContext<'_>) -> bool {
         let session = &mut self.sessions[slot as usize];
         if session.state != DmaSessionState::Open {
             return false;
         }
         session.state = DmaSessionState::Dead;
         let (plane, id) = (session.plane, session.id);
-        self.hand_over(plane, DmaMessage::SessionDead(id), out);
+        self.hand_over(plane, DmaMessage::SessionDead(id), cx);
         true
     }
 
@@ -166,49 +153,41 @@ impl Dma {
 
     /// All open sessions of a plane with another die, as if their queue pairs went to the error
     /// state.
-    pub fn kill_sessions<S: Schedule<DmaEvent>>(
+    pub fn kill_sessions(
         &mut self,
-        now: Nanos,
         (plane, peer): (DataPlaneIx, DataPlaneIx),
-        queue: &mut S,
-        out: &mut Vec<DmaOutput>,
+        cx: &mut DmaContext<'_>,
     ) {
         let with_peer = |slot: &u32| self.sessions[*slot as usize].remote.plane == peer;
         let slots = self.planes[plane.0 as usize].sessions.values().copied();
         let slots: Vec<u32> = slots.filter(with_peer).collect();
         for slot in slots {
-            if self.mark_dead(slot, out) {
-                self.fail_all(now, slot, &FabricError::QueuePair, queue);
+            if self.mark_dead(slot, cx) {
+                self.fail_all(slot, &FabricError::QueuePair, cx);
             }
         }
     }
 
-    pub(super) fn close<S: Schedule<DmaEvent>>(
-        &mut self,
-        now: Nanos,
-        plane: DataPlaneIx,
-        id: SessionId,
-        queue: &mut S,
-    ) {
+    pub(super) fn close(&mut self, plane: DataPlaneIx, id: SessionId, cx: &mut DmaContext<'_>) {
         let Some(slot) = self.planes[plane.0 as usize].sessions.get(&id).copied() else { return };
         let session = &mut self.sessions[slot as usize];
         if matches!(session.state, DmaSessionState::Closing | DmaSessionState::Closed) {
             return;
         }
         session.state = DmaSessionState::Closing;
-        self.fail_all(now, slot, &FabricError::Closed, queue);
-        queue.at(now + self.config.teardown, DmaEvent::Closed { session: slot });
+        self.fail_all(slot, &FabricError::Closed, cx);
+        cx.after(self.config.teardown, DmaEvent::Closed { session: slot });
     }
 
     /// The teardown of a session is over.
-    pub(super) fn closed(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
+    pub(super) fn closed(&mut self, slot: u32, cx: &mut DmaContext<'_>) {
         let session = &mut self.sessions[slot as usize];
         session.state = DmaSessionState::Closed;
         let (plane, id) = (session.plane, session.id);
         let unsettled = std::mem::take(&mut session.unsettled);
         for op in unsettled.into_values() {
-            self.finish_report(op, out);
-            self.flush(op, out);
+            self.finish_report(op, cx);
+            self.flush(op, cx);
             self.discard(op);
         }
         let sessions = &mut self.planes[plane.0 as usize].sessions;
@@ -216,33 +195,32 @@ impl Dma {
             sessions.remove(&id);
         }
         for asked in std::mem::take(&mut self.sessions[slot as usize].tickets) {
-            self.tell_quiet(plane, (id, asked.ticket), out);
+            self.tell_quiet(plane, (id, asked.ticket), cx);
         }
     }
 
-    pub(super) fn quiesce<S: Schedule<DmaEvent>>(
+    pub(super) fn quiesce(
         &mut self,
-        now: Nanos,
         plane: DataPlaneIx,
         (id, ticket): (SessionId, QuiesceTicket),
-        queue: &mut S,
+        cx: &mut DmaContext<'_>,
     ) {
-        let at = now + self.draw_span(plane, self.config.barrier);
+        let at = cx.now + self.draw_span(plane, self.config.barrier);
         let slot = self.planes[plane.0 as usize].sessions.get(&id).copied();
         let Some(slot) = slot else {
-            return self.mail_at(at, plane, DataEvent::Quiet { session: id, ticket }, queue);
+            return self.mail_at(at, plane, DataEvent::Quiet { session: id, ticket }, cx);
         };
         let session = &mut self.sessions[slot as usize];
         let before = session.accepted;
         session.tickets.push(PendingQuiesce { ticket, before, passed: false });
-        queue.at(at, DmaEvent::Barrier { session: slot, ticket });
+        cx.queue.at(at, DmaEvent::Barrier { session: slot, ticket });
     }
 
     /// From here on nothing of a failed operation lands that was accepted before the ticket.
     pub(super) fn barrier(
         &mut self,
         (slot, ticket): (u32, QuiesceTicket),
-        out: &mut Vec<DmaOutput>,
+        cx: &mut DmaContext<'_>,
     ) {
         let session = &mut self.sessions[slot as usize];
         let asked =
@@ -260,11 +238,11 @@ impl Dma {
             let op = self.sessions[slot as usize].unsettled.remove(&n);
             self.discard(op.expect("it was listed"));
         }
-        self.answer_tickets(slot, out);
+        self.answer_tickets(slot, cx);
     }
 
     /// Answers the tickets that wait for nothing any more.
-    pub(super) fn answer_tickets(&mut self, slot: u32, out: &mut Vec<DmaOutput>) {
+    pub(super) fn answer_tickets(&mut self, slot: u32, cx: &mut DmaContext<'_>) {
         let session = &mut self.sessions[slot as usize];
         if session.tickets.is_empty() || session.state == DmaSessionState::Closing {
             return;
@@ -274,7 +252,7 @@ impl Dma {
         let quiet = |asked: &PendingQuiesce| asked.passed && asked.before <= oldest;
         let answered: Vec<_> = session.tickets.extract_if(.., |asked| quiet(asked)).collect();
         for asked in answered {
-            self.tell_quiet(plane, (id, asked.ticket), out);
+            self.tell_quiet(plane, (id, asked.ticket), cx);
         }
     }
 
@@ -282,31 +260,28 @@ impl Dma {
         &mut self,
         plane: DataPlaneIx,
         id: (SessionId, QuiesceTicket),
-        out: &mut Vec<DmaOutput>,
+        cx: &mut DmaContext<'_>,
     ) {
         let (session, ticket) = id;
-        if self.planes[plane.0 as usize].alive {
-            out.push(DmaOutput::Quiet { plane, session });
-        }
-        self.hand_over(plane, DmaMessage::Event(DataEvent::Quiet { session, ticket }), out);
+        self.hand_over(plane, DmaMessage::Event(DataEvent::Quiet { session, ticket }), cx);
     }
 
     /// A crashed plane has no memory and no operations any more.
-    pub(super) fn gone(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
+    pub(super) fn gone(&mut self, plane: DataPlaneIx, cx: &mut DmaContext<'_>) {
         self.stores[plane.0 as usize] = None;
-        self.forget(plane, out);
+        self.forget(plane, cx);
     }
 
     /// Nothing of a plane is known any more: what it had in flight ends, and nobody is told of
     /// quiet.
-    pub(super) fn forget(&mut self, plane: DataPlaneIx, out: &mut Vec<DmaOutput>) {
+    pub(super) fn forget(&mut self, plane: DataPlaneIx, cx: &mut DmaContext<'_>) {
         let me = &mut self.planes[plane.0 as usize];
         me.epoch += 1;
         me.regions.clear();
         me.places.clear();
         for slot in std::mem::take(&mut me.sessions).into_values() {
             self.sessions[slot as usize].tickets.clear();
-            self.closed(slot, out);
+            self.closed(slot, cx);
         }
     }
 }

@@ -23,14 +23,6 @@ const fn rank(bytes: &BytesDecision) -> u8 {
     }
 }
 
-const fn ack_rank(ack: &CompletionDecision) -> u8 {
-    match ack {
-        CompletionDecision::Given => 0,
-        CompletionDecision::Lost => 1,
-        CompletionDecision::Never => 2,
-    }
-}
-
 /// Adds what one more fault does to an operation. Delays add up; the worse decision about the bytes
 /// and of the completion wins; between equals the first fault of the file.
 fn combine(fate: &mut OpDecision, more: OpDecision) {
@@ -41,9 +33,7 @@ fn combine(fate: &mut OpDecision, more: OpDecision) {
     if rank(&more.bytes) > rank(&fate.bytes) {
         fate.bytes = more.bytes;
     }
-    if ack_rank(&more.ack) > ack_rank(&fate.ack) {
-        fate.ack = more.ack;
-    }
+    fate.ack = fate.ack.max(more.ack);
 }
 
 /// Adds what one more fault does to a frame. Loss wins over all; delays add up; the latest copy

@@ -33,7 +33,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use trigger::FaultWindow;
 
 /// All faults of a run.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct FaultScheduler {
     plans: Vec<FaultPlan>,
     /// Indices of those that wait for an event, by event.
@@ -77,26 +77,9 @@ impl FaultScheduler {
         let mut faults = FaultScheduler {
             plans: run.faults.iter().map(|fault| FaultPlan::new(run, fault)).collect(),
             by_event: vec![Vec::new(); TriggerEvent::ALL.len()],
-            of_ops: Vec::new(),
-            of_frames: Vec::new(),
-            of_legs: Vec::new(),
-            of_steps: Vec::new(),
-            of_memory: Vec::new(),
-            of_requests: Vec::new(),
-            races: false,
-            due: BTreeMap::new(),
-            serial: 0,
-            windows: BTreeMap::new(),
-            vanish: BTreeMap::new(),
-            lags: Vec::new(),
-            raced: BTreeMap::new(),
             roles: run.instances.iter().map(|instance| instance.role).collect(),
             phases: vec![CoveragePhase::Idle; run.instances.len()],
-            actions: Vec::new(),
-            hits: Vec::new(),
-            coverage: BTreeMap::new(),
-            last: Nanos::ZERO,
-            healed: false,
+            ..FaultScheduler::default()
         };
         for index in 0..faults.plans.len() {
             faults.file(index);
@@ -180,21 +163,26 @@ impl FaultScheduler {
             }
         }
         match event {
-            TriggerEvent::StepStarted => self.draw_all(now, Opportunity::Step, spot),
-            TriggerEvent::RequestArrived => self.draw_all(now, Opportunity::Request, spot),
+            TriggerEvent::StepStarted => {
+                for at in 0..self.of_steps.len() {
+                    let index = self.of_steps[at];
+                    if self.plans[index].target.has(spot.from) {
+                        self.draw(now, index, spot);
+                    }
+                }
+            }
+            TriggerEvent::RequestArrived => {
+                for at in 0..self.of_requests.len() {
+                    self.draw(now, self.of_requests[at], spot);
+                }
+            }
             _ => {}
         }
     }
 
-    fn draw_all(&mut self, now: Nanos, opportunity: Opportunity, spot: &FaultSubject) {
-        let step = opportunity == Opportunity::Step;
-        let list = if step { &self.of_steps } else { &self.of_requests };
-        for at in 0..list.len() {
-            let index = if step { self.of_steps[at] } else { self.of_requests[at] };
-            let concerned = !step || self.plans[index].target.has(spot.from);
-            if concerned && self.plans[index].chances(spot) {
-                self.fire(now, index, Some(spot));
-            }
+    fn draw(&mut self, now: Nanos, index: usize, spot: &FaultSubject) {
+        if self.plans[index].chances(spot) {
+            self.fire(now, index, Some(spot));
         }
     }
 

@@ -6,48 +6,34 @@ use kvferry_scenarios::decide::{DecisionKey, chance, mix};
 use kvferry_scenarios::lists::{FaultKind, MessageName, TriggerEvent};
 use kvferry_scenarios::run::{DurationRange, FaultTrigger, InjectedFault, InstanceSettings, Run};
 
-/// Instances that a name stands for.
+/// Instances that a name stands for: indices, ascending, [`ROUTER`] for the router; any if none.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum InstanceFilter {
-    Any,
-    /// Indices, ascending; [`ROUTER`] for the router.
-    These(Vec<u16>),
-}
+pub(super) struct InstanceFilter(pub(super) Option<Vec<u16>>);
 
 impl InstanceFilter {
     fn of(name: Option<&String>, instances: &[InstanceSettings]) -> InstanceFilter {
-        match name.map(String::as_str) {
-            None => InstanceFilter::Any,
-            Some("router") => InstanceFilter::These(vec![ROUTER]),
-            Some(name) => {
+        InstanceFilter(name.map(|name| match name.as_str() {
+            "router" => vec![ROUTER],
+            name => {
                 let fits = |one: &InstanceSettings| one.name == name || one.host == name;
-                let found = instances.iter().enumerate().filter(|(_, one)| fits(one));
-                InstanceFilter::These(found.map(|(index, _)| index as u16).collect())
+                let found = (0..).zip(instances).filter(|(_, one)| fits(one));
+                found.map(|(index, _)| index).collect()
             }
-        }
+        }))
     }
 
     pub(super) fn has(&self, instance: u16) -> bool {
-        match self {
-            InstanceFilter::Any => true,
-            InstanceFilter::These(these) => these.contains(&instance),
-        }
+        self.has_or_none(Some(instance))
     }
 
     pub(super) fn has_or_none(&self, instance: Option<u16>) -> bool {
-        match (self, instance) {
-            (InstanceFilter::Any, _) => true,
-            (InstanceFilter::These(these), Some(instance)) => these.contains(&instance),
-            (InstanceFilter::These(_), None) => false,
-        }
+        let is = |these: &Vec<u16>| instance.is_some_and(|one| these.contains(&one));
+        self.0.as_ref().is_none_or(is)
     }
 
     /// The named instances; `default` if it is any.
     pub(super) fn or(&self, default: Option<u16>) -> Vec<u16> {
-        match self {
-            InstanceFilter::Any => default.into_iter().collect(),
-            InstanceFilter::These(these) => these.clone(),
-        }
+        self.0.clone().unwrap_or_else(|| default.into_iter().collect())
     }
 }
 

@@ -25,9 +25,6 @@ enum FaultUndo {
     Lag(u16, u16, Nanos),
 }
 
-/// Operations that one action touches at most; more pairs are not named one by one.
-type InstancePairs = Vec<(u16, u16)>;
-
 /// An instance starts anew when the fault is over.
 fn undo_by_restart(instance: u16) -> Vec<FaultUndo> {
     let back_after = Some(Nanos::from_ms(1));
@@ -101,16 +98,16 @@ impl FaultScheduler {
             FaultKind::Crash => {
                 self.act(FaultAction::Crash { instance, back_after: None, becomes: None });
             }
-            FaultKind::Restart | FaultKind::RankCrash | FaultKind::RestartOtherGeometry => {
+            FaultKind::Restart
+            | FaultKind::RankCrash
+            | FaultKind::RestartOtherGeometry
+            | FaultKind::ClockBack => {
                 let becomes = plan.fault.becomes.clone();
                 let back_after = Some(lasts.unwrap_or(Nanos::from_ms(100)));
+                if kind == FaultKind::ClockBack {
+                    self.act(FaultAction::ClockBack { instance });
+                }
                 self.act(FaultAction::Crash { instance, back_after, becomes });
-                self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
-            }
-            FaultKind::ClockBack => {
-                let back_after = Some(lasts.unwrap_or(Nanos::from_ms(100)));
-                self.act(FaultAction::ClockBack { instance });
-                self.act(FaultAction::Crash { instance, back_after, becomes: None });
                 self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
             }
             FaultKind::Drain => {
@@ -119,14 +116,12 @@ impl FaultScheduler {
             }
             FaultKind::Preempt => self.act(FaultAction::Preempt { instance }),
             FaultKind::Pause => {
-                self.act(FaultAction::Pause { instance, paused: true });
-                let undo = vec![FaultUndo::Act(FaultAction::Pause { instance, paused: false })];
+                let undo = self.switch(|paused| FaultAction::Pause { instance, paused });
                 self.last_for(now, undo, (Some(instance), None), lasts);
             }
             FaultKind::PortDown => {
                 let rank = plan.fault.rank;
-                self.act(FaultAction::Port { instance, rank, down: true });
-                let undo = vec![FaultUndo::Act(FaultAction::Port { instance, rank, down: false })];
+                let undo = self.switch(|down| FaultAction::Port { instance, rank, down });
                 self.last_for(now, undo, (Some(instance), None), lasts);
             }
             FaultKind::RankLag => {
@@ -140,6 +135,12 @@ impl FaultScheduler {
         self.hit(now, index, Some(instance), None);
     }
 
+    /// Switches something on; how it is switched off.
+    fn switch(&mut self, action: impl Fn(bool) -> FaultAction) -> Vec<FaultUndo> {
+        self.act(action(true));
+        vec![FaultUndo::Act(action(false))]
+    }
+
     /// An instance lives, and can move nothing.
     pub(super) fn disable_transfers(&mut self, now: Nanos, index: usize, instance: u16) {
         let plan = &self.plans[index];
@@ -149,14 +150,11 @@ impl FaultScheduler {
     }
 
     /// Ordered pairs that a fault of links concerns.
-    fn pairs(&self, index: usize, spot: Option<&FaultSubject>) -> InstancePairs {
+    fn pairs(&self, index: usize, spot: Option<&FaultSubject>) -> Vec<(u16, u16)> {
         let plan = &self.plans[index];
-        let node =
-            plan.fault.direction == PartitionDirection::Node && plan.kind() == FaultKind::Partition;
-        if node
-            || (plan.target != super::plan::InstanceFilter::Any
-                && plan.kind() == FaultKind::Partition)
-        {
+        let cuts = plan.kind() == FaultKind::Partition;
+        let node = plan.fault.direction == PartitionDirection::Node;
+        if cuts && (node || plan.target.0.is_some()) {
             let everyone = (0..self.roles.len() as u16).chain([ROUTER]);
             let mut pairs = Vec::new();
             for one in plan.target.or(spot.map(|spot| spot.from)) {
@@ -170,8 +168,7 @@ impl FaultScheduler {
         };
         let from = plan.from.or(default(spot.map(|spot| spot.from), Role::Prefill, 1));
         let to = plan.to.or(default(spot.and_then(|spot| spot.to), Role::Decode, 2));
-        let both = plan.fault.direction == PartitionDirection::Symmetric
-            && plan.kind() == FaultKind::Partition;
+        let both = cuts && plan.fault.direction == PartitionDirection::Symmetric;
         let mut pairs = Vec::new();
         for (from, to) in from.iter().flat_map(|from| to.iter().map(move |to| (*from, *to))) {
             if from != to {
@@ -191,26 +188,22 @@ impl FaultScheduler {
             let default = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
             let default = default.or_else(|| self.any_instance(index, None, 0));
             for instance in self.plans[index].from.or(default) {
-                self.act(FaultAction::QueueFull { instance, full: true });
-                let undo = vec![FaultUndo::Act(FaultAction::QueueFull { instance, full: false })];
+                let undo = self.switch(|full| FaultAction::QueueFull { instance, full });
                 self.last_for(now, undo, (Some(instance), None), lasts);
                 self.hit(now, index, Some(instance), None);
             }
             return;
         }
         for (from, to) in self.pairs(index, spot) {
-            let mut undo = Vec::new();
-            match kind {
-                FaultKind::SlowLink => {
-                    self.act(FaultAction::LinkRate { from, to, divided_by: factor });
-                    undo.push(FaultUndo::Act(FaultAction::LinkRate { from, to, divided_by: 1 }));
-                }
-                FaultKind::Partition => {
-                    self.act(FaultAction::Cut { from, to, cut: true });
-                    undo.push(FaultUndo::Act(FaultAction::Cut { from, to, cut: false }));
-                }
-                _ => {}
-            }
+            let mut undo = match kind {
+                FaultKind::SlowLink => self.switch(|slow| FaultAction::LinkRate {
+                    from,
+                    to,
+                    divided_by: if slow { factor } else { 1 },
+                }),
+                FaultKind::Partition => self.switch(|cut| FaultAction::Cut { from, to, cut }),
+                _ => Vec::new(),
+            };
             if kind != FaultKind::SlowLink {
                 *self.vanish.entry((from, to)).or_default() += 1;
                 undo.push(FaultUndo::Appear(from, to));

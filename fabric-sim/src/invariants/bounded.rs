@@ -1,9 +1,8 @@
 //! I8: queues, tables, operations in flight and retries never exceed their declared limits.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind};
 use kvferry_engine::core::machine::Gauges;
-use kvferry_scenarios::lists::InvariantId;
 
 /// Compares the gauges of every machine with its limits.
 #[derive(Debug)]
@@ -26,20 +25,17 @@ fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
 }
 
 impl Invariant for BoundedTables {
-    fn id(&self) -> InvariantId {
-        InvariantId::Bounded
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[ObservationKind::Gauges]
+        use ObservationKind::*;
+        &[Gauges]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         let Observation::Gauges { who, part, gauges, limits } = seen else { return };
         for ((what, size), (_, limit)) in named(gauges).into_iter().zip(named(limits)) {
             if size > limit {
-                found.report(self.id(), now.at, || {
-                    let name = now.state.name(who.instance);
+                let name = now.name(who.instance);
+                now.report(|| {
                     format!("the {part} of {name} has {size} {what}, its limit is {limit}")
                 });
             }
@@ -50,7 +46,7 @@ impl Invariant for BoundedTables {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId};
     use crate::observation::InstanceMachine;
 
     #[test]

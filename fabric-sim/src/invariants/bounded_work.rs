@@ -1,14 +1,14 @@
 //! I18: without a fault no operation is refused for want of room and no message is repeated, and a
 //! machine wakes up for something.
 
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId, SimRankId};
+use super::{CheckContext, Invariant};
+use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Refused;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Work in vain that is allowed however little was of use.
 const FREE: u64 = 8;
@@ -31,17 +31,6 @@ const WAKE: Nanos = Nanos(250_000_000);
 struct WorkTally {
     useful: u64,
     vain: u64,
-    told: bool,
-}
-
-impl WorkTally {
-    /// True the first time that too much was in vain.
-    fn wasted(&mut self) -> bool {
-        self.vain += 1;
-        let wasted = !self.told && self.vain > FREE + self.useful / SHARE;
-        self.told |= wasted;
-        wasted
-    }
 }
 
 /// An operation that a plane refused for want of room was planned for nothing: a rank knows what
@@ -49,8 +38,6 @@ impl WorkTally {
 /// of an acknowledgement, which always comes in time as long as there was no fault.
 #[derive(Debug, Default)]
 pub(super) struct BoundedWork {
-    /// Ranks that were refused an operation without a fault.
-    refused: BTreeSet<SimRankId>,
     /// The longest time that a fault fills a queue.
     longest: Nanos,
     /// Until when instances whose queue a fault fills may be refused operations.
@@ -59,8 +46,8 @@ pub(super) struct BoundedWork {
     /// Number of the next new message of each direction of a connection.
     next: BTreeMap<(u64, u64, u64), u64>,
     faulted: bool,
-    /// Times that a deadline of a machine was due for nothing, and whether that was told.
-    woken: BTreeMap<(SimProcessId, InstanceMachine), (u64, bool)>,
+    /// Times that a deadline of a machine was due for nothing.
+    woken: BTreeMap<(SimProcessId, InstanceMachine), u64>,
 }
 
 impl BoundedWork {
@@ -96,58 +83,46 @@ impl BoundedWork {
             work.useful += 1;
             return None;
         }
-        work.wasted().then_some(*work)
+        work.vain += 1;
+        (work.vain > FREE + work.useful / SHARE).then_some(*work)
     }
 }
 
 impl Invariant for BoundedWork {
-    fn id(&self) -> InvariantId {
-        InvariantId::BoundedWork
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Refused,
-            ObservationKind::FrameSent,
-            ObservationKind::Woken,
-            ObservationKind::Faulted,
-            ObservationKind::Settled,
-        ]
+        use ObservationKind::*;
+        &[Refused, FrameSent, Woken, Faulted, Settled]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Refused { from, why: Refused::Busy, op } => {
-                let (instance, rank) = (from.who.instance, from.rank);
-                if self.takes_all(now.at, instance) && self.refused.insert(*from) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(instance);
-                        format!(
-                            "{name} rank {rank} has no room for operation {}, though no fault \
-                             fills its queue",
-                            op.0
-                        )
-                    });
-                }
+            Observation::Refused { from, why: Refused::Busy, op }
+                if self.takes_all(now.at, from.who.instance) =>
+            {
+                let rank = now.rank(*from);
+                now.report_once(from, || {
+                    format!(
+                        "{rank} has no room for operation {op}, though no fault fills its queue"
+                    )
+                });
             }
             Observation::FrameSent { from, frame: Frame::Data { envelope, seq, .. }, .. }
                 if !self.faulted =>
             {
-                if let Some(WorkTally { useful, vain, .. }) = self.sent(*from, envelope, *seq) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(from.instance);
+                if let Some(WorkTally { useful, vain }) = self.sent(*from, envelope, *seq) {
+                    let name = now.name(from.instance);
+                    now.report_once(("messages", from), || {
                         format!("{name} repeated {vain} messages beside {useful} without a fault")
                     });
                 }
             }
             Observation::Woken { who, part, heard } => {
-                let (vain, told) = self.woken.entry((*who, *part)).or_default();
+                let vain = self.woken.entry((*who, *part)).or_default();
                 *vain += 1;
                 let allowed = FREE + heard / HEARD + now.at.0 / WAKE.0;
-                if !*told && *vain > allowed {
-                    *told = true;
-                    let (vain, name) = (*vain, now.state.name(who.instance));
-                    found.report(InvariantId::BoundedWork, now.at, || {
+                if *vain > allowed {
+                    let (vain, name) = (*vain, now.name(who.instance));
+                    now.report_once((who, part), || {
                         format!(
                             "{part} of {name} woke up {vain} times for nothing beside {heard} \
                              inputs"
@@ -177,7 +152,7 @@ impl Invariant for BoundedWork {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, P1, rank, tag};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, P1, rank, tag};
     use kvferry_engine::core::dialect::native::VERSION;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::message::Message;
@@ -241,10 +216,7 @@ mod tests {
                 let frame = &Frame::Data { envelope, seq: 0, message };
                 bench.see(Observation::FrameSent { from: P0, to: D0, frame });
             }
-            match faulted {
-                true => bench.holds(),
-                false => bench.fails("p0 repeated 9 messages beside 1"),
-            }
+            bench.judges(faulted, "p0 repeated 9 messages beside 1");
         }
     }
 }

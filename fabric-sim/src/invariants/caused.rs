@@ -1,26 +1,19 @@
 //! I17: what fails has a cause that some fault of the run, or a setting, can have.
 
 use super::credit::failure;
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::compatibility::fits;
+use super::{CheckContext, Invariant};
+use crate::abilities::fits;
 use crate::observation::{Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{RequestId, TransferKey};
-use kvferry_engine::core::message::{PrefillAnswer, PrefillHook, Role};
+use kvferry_engine::core::ids::TransferKey;
+use kvferry_engine::core::message::{PrefillAnswer, Role};
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::FabricError;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::{InstanceSettings, ProtocolSettings, Run};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// A prefill request, for how long it waits to be fetched.
-#[derive(Debug)]
-struct HeldPrefill {
-    key: TransferKey,
-    finished: Option<Nanos>,
-}
+use std::collections::BTreeSet;
 
 /// Every fault kind has a list of causes that it can have, see [`can_cause`]; a cause that none of
 /// the kinds which hit so far can have is a mistake. What engines and clients do by themselves
@@ -35,10 +28,8 @@ pub(super) struct CausedFailures {
     /// A limit of the protocol is lower than by default, and may be than what is asked for.
     limits: bool,
     leases: Vec<Nanos>,
-    requests: BTreeMap<(SimProcessId, RequestId), HeldPrefill>,
     /// What the router gave up.
     abandoned: BTreeSet<(SimProcessId, TransferKey)>,
-    told: BTreeSet<&'static str>,
 }
 
 /// What a fault can do to the protocol.
@@ -147,9 +138,7 @@ impl CausedFailures {
             times: is_cut(run, times),
             limits: is_cut(run, limits),
             leases: run.instances.iter().map(|one| one.protocol.core.lease).collect(),
-            requests: BTreeMap::new(),
             abandoned: BTreeSet::new(),
-            told: BTreeSet::new(),
         }
     }
 
@@ -167,57 +156,32 @@ impl CausedFailures {
         }
     }
 
-    fn judge(&mut self, now: CheckContext<'_>, failure: &Failure, found: &mut ViolationLog) {
+    fn judge(&self, now: CheckContext<'_>, failure: &Failure) {
         let caused = || self.hit.iter().any(|kind| can_cause(reach(*kind), failure));
-        if self.is_natural(failure) || caused() || !self.told.insert(failure.kind()) {
+        if self.is_natural(failure) || caused() {
             return;
         }
-        found.report(InvariantId::Caused, now.at, || {
-            let hit: Vec<_> = self.hit.iter().map(|kind| kind.name()).collect();
-            let hit = if hit.is_empty() { "no fault at all".into() } else { hit.join(", ") };
+        let hit: Vec<_> = self.hit.iter().map(|kind| kind.name()).collect();
+        let hit = if hit.is_empty() { "no fault at all".into() } else { hit.join(", ") };
+        now.report_once(failure.kind(), || {
             format!("{failure} is what none of these can cause: {hit}")
         });
     }
 
-    fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
-        match hook {
-            PrefillHook::Arrived { request, leg, .. } => {
-                let held = HeldPrefill { key: leg.key.clone(), finished: None };
-                self.requests.insert((who, request.clone()), held);
-            }
-            PrefillHook::Finished { request, .. } => {
-                if let Some(held) = self.requests.get_mut(&(who, request.clone())) {
-                    held.finished = Some(now);
-                }
-            }
-            PrefillHook::Scheduled { .. } | PrefillHook::Preempted { .. } => {}
-        }
-    }
-
     /// A prefill lets go of a prompt. Says whether that is because the router told it that nobody
     /// fetches it any more: a client that leaves does that, which is no fault.
-    fn freed(
-        &mut self,
-        now: CheckContext<'_>,
-        who: SimProcessId,
-        answer: &PrefillAnswer,
-        found: &mut ViolationLog,
-    ) -> bool {
-        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
-            answer
+    fn freed(&mut self, now: CheckContext<'_>, who: SimProcessId, answer: &PrefillAnswer) -> bool {
+        let PrefillAnswer::SourceFree { request, failure: Some(Failure::NotFetched) } = answer
         else {
             return false;
         };
-        let Some(held) = self.requests.remove(&(who, request.clone())) else { return false };
-        let PrefillAnswer::SourceFree { failure: Some(Failure::NotFetched), .. } = answer else {
-            return false;
-        };
+        let Some(prompt) = now.state.prompt(who, request) else { return false };
         // A prompt that is dispatched twice has two requests and one key.
-        let abandoned = self.abandoned.contains(&(who, held.key));
-        let Some(finished) = held.finished else { return abandoned };
+        let abandoned = self.abandoned.contains(&(who, prompt.key.clone()));
+        let Some(finished) = prompt.finished else { return abandoned };
         if !abandoned && now.at < finished + self.leases[usize::from(who.instance)] {
-            found.report(InvariantId::Caused, now.at, || {
-                let (name, waited) = (now.state.name(who.instance), now.at - finished);
+            let (name, waited) = (now.name(who.instance), now.at - finished);
+            now.report(|| {
                 format!("{name} kept request {request} for {waited} only, which nobody fetched")
             });
         }
@@ -226,49 +190,33 @@ impl CausedFailures {
 }
 
 impl Invariant for CausedFailures {
-    fn id(&self) -> InvariantId {
-        InvariantId::Caused
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Faulted,
-            ObservationKind::PrefillHook,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Leg,
-            ObservationKind::FrameArrived,
-            ObservationKind::Stray,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[Faulted, PrefillAnswer, DecodeAnswer, Leg, FrameArrived, Stray, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Faulted { kind, .. } => {
                 self.hit.insert(*kind);
             }
-            Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
             Observation::FrameArrived { to, frame: Frame::Abandon { keys }, .. }
             | Observation::Stray { to, frame: Some(Frame::Abandon { keys }) } => {
                 self.abandoned.extend(keys.iter().map(|key| (*to, key.clone())));
             }
             Observation::Crashed { who } => {
-                self.requests.retain(|(owner, _), _| owner != who);
                 self.abandoned.retain(|(owner, _)| owner != who);
             }
             Observation::Leg { event: LegEvent::Done { recomputed: Some(why), .. }, .. } => {
-                self.judge(now, why, found);
+                self.judge(now, why);
             }
             _ => {
                 let is_told = match seen {
-                    Observation::PrefillAnswer { who, answer } => {
-                        self.freed(now, *who, answer, found)
-                    }
+                    Observation::PrefillAnswer { who, answer } => self.freed(now, *who, answer),
                     _ => false,
                 };
                 if let Some(failure) = failure(seen).filter(|_| !is_told) {
-                    self.judge(now, failure, found);
+                    self.judge(now, failure);
                 }
             }
         }
@@ -278,8 +226,10 @@ impl Invariant for CausedFailures {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, key, request};
-    use kvferry_engine::core::message::{FinishReason, Mode, PrefillLeg};
+    use crate::invariants::testing::{
+        D0, InvariantBench, InvariantId, P0, key, prefill_leg, request,
+    };
+    use kvferry_engine::core::message::{FinishReason, Mode, PrefillHook};
 
     #[test]
     fn a_cause_needs_a_fault_that_can_have_it() {
@@ -300,10 +250,7 @@ mod tests {
             for _ in 0..2 {
                 bench.load_failed_by(D0, "r", Failure::Fabric(FabricError::AckTimeout));
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("transfer failed: acknowledgement lost is what none of these"),
-            }
+            bench.judges(held, "transfer failed: acknowledgement lost is what none of these");
         }
     }
 
@@ -320,10 +267,7 @@ mod tests {
             let mut bench = InvariantBench::new(InvariantId::Caused);
             bench.see(Observation::Faulted { kind, from: Some(0), to: None });
             bench.load_failed_by(D0, "r", failure);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause"),
-            }
+            bench.judges(held, "is what none of these can cause");
         }
     }
 
@@ -335,18 +279,14 @@ mod tests {
                 run.instances[0].protocol.core.tombstones_max = most;
             });
             bench.load_failed_by(D0, "r", Failure::UnknownTransfer);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause: no fault at all"),
-            }
+            bench.judges(held, "is what none of these can cause: no fault at all");
         }
     }
 
     /// A prompt that an engine has computed, that the router may give up, and that nobody fetches.
     fn nobody_fetches(bench: &mut InvariantBench, abandoned: bool, seconds: u64) {
         let key = key("r");
-        let (siblings, mode, incarnation, moriio) = (1, Mode::Pull, None, None);
-        let leg = PrefillLeg { key: key.clone(), siblings, mode, incarnation, moriio };
+        let leg = prefill_leg("r", Mode::Pull);
         let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let (name, reason) = (request("r"), FinishReason::Length);
@@ -367,10 +307,7 @@ mod tests {
         for (abandoned, held) in [(true, true), (false, false)] {
             let mut bench = InvariantBench::new(InvariantId::Caused);
             nobody_fetches(&mut bench, abandoned, 1_000);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("is what none of these can cause: no fault at all"),
-            }
+            bench.judges(held, "is what none of these can cause: no fault at all");
         }
     }
 
@@ -384,10 +321,7 @@ mod tests {
                 }
             });
             nobody_fetches(&mut bench, abandoned, seconds);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p0 kept request r for 19.000s only"),
-            }
+            bench.judges(held, "p0 kept request r for 19.000s only");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! I9: submissions never exceed the credits, and `Busy` is never counted as a failure.
 
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::caps::caps;
+use super::{CheckContext, Invariant};
+use crate::abilities::caps;
 use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::error::Failure;
@@ -9,7 +9,6 @@ use kvferry_engine::core::message::{
     DecodeAnswer, FlowState, Message, PrefillAnswer, TransferReport,
 };
 use kvferry_engine::fabric::{Caps, Completion, Credits, FabricError, OpId, Placement, Refused};
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A plane and one of its peers, under the pass of their connection.
@@ -100,24 +99,12 @@ impl CreditsRespected {
 }
 
 impl Invariant for CreditsRespected {
-    fn id(&self) -> InvariantId {
-        InvariantId::Credit
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Started,
-            ObservationKind::Crashed,
-            ObservationKind::Submitted,
-            ObservationKind::Completed,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Report,
-            ObservationKind::FrameSent,
-        ]
+        use ObservationKind::*;
+        &[Started, Crashed, Submitted, Completed, PrefillAnswer, DecodeAnswer, Report, FrameSent]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Started { who, spec } => {
                 self.caps.insert(who.instance, caps(Placement::OnCompletion, &spec.fabric));
@@ -125,26 +112,19 @@ impl Invariant for CreditsRespected {
             Observation::Crashed { who } => self.crashed(*who),
             Observation::Submitted(seen) => {
                 if let Some(beyond) = self.submitted(seen) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(seen.from.who.instance);
-                        format!("{name} rank {} has {beyond}", seen.from.rank)
-                    });
+                    now.report(|| format!("{} has {beyond}", now.rank(seen.from)));
                 }
             }
             Observation::Completed { from, op, outcome } => {
                 self.completed(*from, *op);
                 if matches!(outcome, Completion::Failed { cause: FabricError::QueueFull, .. }) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(from.who.instance);
-                        format!("operation {op} of {name} rank {} overran the queue", from.rank)
-                    });
+                    let rank = now.rank(*from);
+                    now.report(|| format!("operation {op} of {rank} overran the queue"));
                 }
             }
             _ => {
                 if failure(seen) == Some(&Failure::Refused(Refused::Busy)) {
-                    found.report(self.id(), now.at, || {
-                        format!("Busy was told as a failure: {seen:?}")
-                    });
+                    now.report(|| format!("Busy was told as a failure: {seen:?}"));
                 }
             }
         }
@@ -154,7 +134,7 @@ impl Invariant for CreditsRespected {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{BLOCK, D0, D1, InvariantBench, P0, done};
+    use crate::invariants::testing::{BLOCK, D0, D1, InvariantBench, InvariantId, P0, done};
     use kvferry_scenarios::run::FabricLimits;
 
     #[test]

@@ -1,13 +1,14 @@
 //! L1: every request ends within the stated bound after the last fault.
 
-use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
+use super::state::{RequestAt, TrackedPrompt, freed};
+use super::{CheckContext, Invariant, LivenessBounds};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use kvferry_engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
-use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::ids::{ClientId, LegId, TransferKey};
+use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer};
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Completion;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A request without an answer.
@@ -18,25 +19,30 @@ struct OpenRequest {
     legs: u32,
 }
 
-/// Prompts to be pulled that hold blocks, and who may be reading them.
+impl OpenRequest {
+    fn report(self, now: CheckContext<'_>, client: ClientId) {
+        let (asked, legs) = (self.asked.as_secs_f64(), self.legs);
+        now.report(|| {
+            format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
+        });
+    }
+}
+
+/// Who may be reading prompts that are pulled.
 #[derive(Debug, Default)]
 struct PullSources {
-    keys: BTreeMap<(SimProcessId, RequestId), TransferKey>,
     readers: BTreeMap<TransferKey, BTreeSet<SimProcessId>>,
     /// Instances could not reach each other for a while: what a reader gave up then it releases
     /// when both meet again, which may be never.
     cut: bool,
 }
 
-impl PullSources {
-    fn prefill_hook(&mut self, who: SimProcessId, hook: &PrefillHook) {
-        if let PrefillHook::Arrived { request, leg, .. } = hook
-            && leg.mode == Mode::Pull
-        {
-            self.keys.insert((who, request.clone()), leg.key.clone());
-        }
-    }
+/// Prompts to be pulled that hold blocks.
+fn pulled(now: CheckContext<'_>) -> impl Iterator<Item = (&RequestAt, &TrackedPrompt)> {
+    now.state.prompts().filter(|(_, prompt)| prompt.mode == Mode::Pull)
+}
 
+impl PullSources {
     fn decode_hook(&mut self, who: SimProcessId, hook: &DecodeHook) {
         if let DecodeHook::Arrived { leg, .. } = hook
             && leg.mode == Mode::Pull
@@ -45,33 +51,28 @@ impl PullSources {
         }
     }
 
-    fn prefill_answer(&mut self, who: SimProcessId, answer: &PrefillAnswer) {
-        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
-            answer
-        else {
-            return;
-        };
+    fn prefill_answer(&mut self, now: CheckContext<'_>, who: SimProcessId, answer: &PrefillAnswer) {
+        let Some(request) = freed(answer) else { return };
         // A leg that was dispatched twice has a second prompt with the same readers.
-        if let Some(key) = self.keys.remove(&(who, request.clone()))
-            && !self.keys.values().any(|other| *other == key)
+        let mut others = pulled(now).filter(|((at, other), _)| *at != who || other != request);
+        if let Some(prompt) = now.state.prompt(who, request)
+            && prompt.mode == Mode::Pull
+            && !others.any(|(_, other)| other.key == prompt.key)
         {
-            self.readers.remove(&key);
+            self.readers.remove(&prompt.key);
         }
     }
 
     /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them,
     /// or may have given up while it was: it releases nothing, and nothing but time keeps it out.
     fn wait_for_lease(&self, now: CheckContext<'_>) -> bool {
-        let held = self.keys.iter().filter(|((who, _), _)| now.state.acts(*who));
-        held.filter_map(|((who, _), key)| self.readers.get(key).map(|readers| (who, readers))).any(
-            |(who, readers)| {
-                let lost = |reader: &SimProcessId| {
-                    let pair = BTreeSet::from([who.instance, reader.instance]);
-                    self.cut || !now.state.acts(*reader) || now.state.is_broken(&pair)
-                };
-                readers.iter().any(lost)
-            },
-        )
+        pulled(now).filter(|((who, _), _)| now.state.acts(*who)).any(|((who, _), prompt)| {
+            let lost = |reader: &SimProcessId| {
+                let pair = BTreeSet::from([who.instance, reader.instance]);
+                self.cut || !now.state.acts(*reader) || now.state.is_broken(&pair)
+            };
+            self.readers.get(&prompt.key).is_some_and(|readers| readers.iter().any(lost))
+        })
     }
 }
 
@@ -81,27 +82,18 @@ impl PullSources {
 /// is tried again and for an instance; in pull, for the lease of a reader that is gone for good;
 /// for a prompt that ended so long ago that its name is forgotten; for an instance that drains and
 /// stands still. The file's own bound, `expect.within`, counts from the start.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct EveryRequestEnds {
     limits: LivenessBounds,
     open: BTreeMap<ClientId, OpenRequest>,
     sources: PullSources,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
-    /// The run was late once.
-    late: bool,
 }
 
 impl EveryRequestEnds {
     pub(super) fn new(limits: LivenessBounds) -> EveryRequestEnds {
-        EveryRequestEnds {
-            limits,
-            open: BTreeMap::new(),
-            sources: PullSources::default(),
-            legs: BTreeMap::new(),
-            progress: Nanos::ZERO,
-            late: false,
-        }
+        EveryRequestEnds { limits, ..EveryRequestEnds::default() }
     }
 
     fn end_leg(&mut self, leg: LegId) {
@@ -110,21 +102,19 @@ impl EveryRequestEnds {
         }
     }
 
-    fn check(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn check(&mut self, now: CheckContext<'_>) {
         if self.open.is_empty() {
             return;
         }
-        let late = self.limits.within.is_some_and(|within| now.at > within);
-        if late && !std::mem::replace(&mut self.late, true) {
+        if self.limits.within.is_some_and(|within| now.at > within) {
             let count = self.open.len();
-            found.report(self.id(), now.at, || {
+            now.report_once("late", || {
                 format!("{count} requests have not ended within the time that the file gives")
             });
         }
         let still =
             now.state.healed.map(|healed| healed.max(self.progress).max(now.state.last_fault));
         let Some(still) = still else { return };
-        let id = self.id();
         let limits = self.limits;
         let lease = if self.sources.wait_for_lease(now) { limits.lease } else { Nanos::ZERO };
         let held = lease.max(limits.orphan).max(limits.drain);
@@ -132,10 +122,7 @@ impl EveryRequestEnds {
             let wait = if open.legs == 0 { limits.wait + limits.breaker } else { held };
             let hangs = now.at > still + limits.end() + wait;
             if hangs {
-                found.report(id, now.at, || {
-                    let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
-                    format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
-                });
+                open.report(now, *client);
             }
             !hangs
         });
@@ -143,35 +130,32 @@ impl EveryRequestEnds {
 }
 
 impl Invariant for EveryRequestEnds {
-    fn id(&self) -> InvariantId {
-        InvariantId::EveryRequestEnds
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
+        use ObservationKind::*;
         &[
-            ObservationKind::Faulted,
-            ObservationKind::Asked,
-            ObservationKind::Answered,
-            ObservationKind::ClientGone,
-            ObservationKind::Dispatched,
-            ObservationKind::Leg,
-            ObservationKind::LegClosed,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::PrefillHook,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::Stepped,
-            ObservationKind::Completed,
+            Faulted,
+            Asked,
+            Answered,
+            ClientGone,
+            Dispatched,
+            Leg,
+            LegClosed,
+            DecodeHook,
+            DecodeAnswer,
+            PrefillHook,
+            PrefillAnswer,
+            Stepped,
+            Completed,
         ]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if let Observation::Faulted { kind, .. } = seen {
             use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause};
             self.sources.cut |= matches!(kind, HalfOpen | OneWayPermanent | Partition | Pause);
             return;
         }
-        self.check_if_still(now, found);
+        self.check_if_still(now);
         if matches!(seen, Observation::Completed { outcome: Completion::Failed { .. }, .. }) {
             return;
         }
@@ -193,34 +177,30 @@ impl Invariant for EveryRequestEnds {
                 self.end_leg(*leg);
             }
             Observation::LegClosed { leg } => self.end_leg(*leg),
-            Observation::PrefillHook { who, hook } => self.sources.prefill_hook(*who, hook),
             Observation::DecodeHook { who, hook } => self.sources.decode_hook(*who, hook),
             Observation::PrefillAnswer { who, answer } => {
-                self.sources.prefill_answer(*who, answer);
+                self.sources.prefill_answer(now, *who, answer);
             }
             _ => {}
         }
     }
 
-    fn audit(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
-        self.check(now, found);
+    fn audit(&mut self, now: CheckContext<'_>) {
+        self.check(now);
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         for (client, open) in std::mem::take(&mut self.open) {
-            found.report(self.id(), now.at, || {
-                let (asked, legs) = (open.asked.as_secs_f64(), open.legs);
-                format!("client {client} of {asked:.6} s has no answer, {legs} legs are open")
-            });
+            open.report(now, client);
         }
     }
 }
 
 impl EveryRequestEnds {
     /// Looks closely only after a pause that is long enough for something to hang.
-    fn check_if_still(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn check_if_still(&mut self, now: CheckContext<'_>) {
         if now.at > self.progress + self.limits.end() {
-            self.check(now, found);
+            self.check(now);
         }
     }
 }
@@ -229,9 +209,10 @@ impl EveryRequestEnds {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, P0, decode_body, decode_leg, finished_answer, key, request,
+        D0, InvariantBench, InvariantId, P0, decode_body, decode_leg, finished_answer, prefill_leg,
+        request,
     };
-    use kvferry_engine::core::message::{DecodeLeg, PrefillLeg};
+    use kvferry_engine::core::message::{DecodeLeg, PrefillHook};
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::EveryRequestEnds);
@@ -269,13 +250,7 @@ mod tests {
     }
 
     fn prompt_arrives(bench: &mut InvariantBench, id: &str) {
-        let leg = PrefillLeg {
-            key: key("s"),
-            siblings: 1,
-            mode: Mode::Pull,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = prefill_leg("s", Mode::Pull);
         let hook = &PrefillHook::Arrived { request: request(id), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
     }

@@ -1,16 +1,18 @@
 //! I19: until the first fault, flows from a rank to a peer that all have work get equal shares.
 
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId, Submission};
-use crate::world::LOCAL;
+use super::state::{TrackedLoad, freed};
+use super::{CheckContext, Invariant};
+use crate::abilities::LOCAL;
+use crate::observation::{
+    BlockRef, Observation, ObservationKind, SimProcessId, SimRankId, Submission,
+};
 use kvferry_engine::core::dialect::native::Frame;
-use kvferry_engine::core::ids::{RequestId, TransferKey};
+use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{AttemptTag, Message, PrefillAnswer, PrefillHook, TransferJob};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::fabric::Direction;
 use kvferry_scenarios::Run;
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// By how many quanta, or of the largest operations, one flow may be ahead of another: a quantum
@@ -71,7 +73,6 @@ pub(super) struct FairShare {
     /// Prompts, and the loads that wait for those that are not computed.
     sources: BTreeMap<PromptAt, FairPrompt>,
     waiting: BTreeMap<PromptAt, Vec<LoadNumber>>,
-    requests: BTreeMap<(SimProcessId, RequestId), TransferKey>,
     /// Loads that have not ended, with the prompt that each one asked to be written.
     open: BTreeMap<LoadNumber, Option<PromptAt>>,
     /// Of these, those of which everything can be submitted.
@@ -93,10 +94,7 @@ impl FairLink {
 }
 
 /// True for a link that a load may use: one between its decode and the prefill that it asked.
-fn is_used(
-    load: Option<&super::state::TrackedLoad>,
-    (from, to): &(SimRankId, SimProcessId),
-) -> bool {
+fn is_used(load: Option<&TrackedLoad>, (from, to): &(SimRankId, SimProcessId)) -> bool {
     load.is_some_and(|load| {
         let is_end = |who: SimProcessId| who == from.who || who == *to;
         is_end(load.who) && load.peer.is_none_or(is_end)
@@ -138,17 +136,16 @@ impl FairShare {
         self.ready.insert((now + LOCAL.scale(4, 1), load));
     }
 
-    fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
+    fn prefill_hook(&mut self, now: CheckContext<'_>, who: SimProcessId, hook: &PrefillHook) {
         match hook {
-            PrefillHook::Arrived { request, leg, .. } => {
-                self.requests.insert((who, request.clone()), leg.key.clone());
+            PrefillHook::Arrived { leg, .. } => {
                 self.sources.entry((who, leg.key.clone())).or_default().requests += 1;
             }
             PrefillHook::Finished { request, .. } => {
-                let Some(key) = self.requests.get(&(who, request.clone())) else { return };
-                let prompt = (who, key.clone());
+                let Some(prompt) = now.state.prompt(who, request) else { return };
+                let prompt = (who, prompt.key.clone());
                 for load in self.waiting.remove(&prompt).unwrap_or_default() {
-                    self.can_start(now, load);
+                    self.can_start(now.at, load);
                 }
                 self.sources.entry(prompt).or_default().computed = true;
             }
@@ -157,14 +154,12 @@ impl FairShare {
     }
 
     /// A prefill is done with a request; with the last one of a prompt nothing more of it is sent.
-    fn freed(&mut self, who: SimProcessId, answer: &PrefillAnswer) {
-        let (PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. }) =
-            answer
-        else {
+    fn freed(&mut self, now: CheckContext<'_>, who: SimProcessId, answer: &PrefillAnswer) {
+        let request = freed(answer);
+        let Some(prompt) = request.and_then(|request| now.state.prompt(who, request)) else {
             return;
         };
-        let Some(key) = self.requests.remove(&(who, request.clone())) else { return };
-        let prompt = (who, key);
+        let prompt = (who, prompt.key.clone());
         if let Some(source) = self.sources.get_mut(&prompt) {
             source.requests = source.requests.saturating_sub(1);
             if source.requests == 0 {
@@ -177,7 +172,7 @@ impl FairShare {
         let TransferJob::Read { local, .. } = job else { return };
         let first = (0..).zip(local.iter()).find_map(|(group, list)| {
             let block = *list.ids.first()?;
-            Some(crate::observation::BlockRef { group, block })
+            Some(BlockRef { group, block })
         });
         let load = first.map_or(0, |at| now.state.block(who.instance, at).load);
         if load == 0 || self.open.contains_key(&load) {
@@ -263,23 +258,12 @@ impl FairShare {
 }
 
 impl Invariant for FairShare {
-    fn id(&self) -> InvariantId {
-        InvariantId::Fair
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Faulted,
-            ObservationKind::FrameArrived,
-            ObservationKind::PrefillHook,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::Job,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Submitted,
-        ]
+        use ObservationKind::*;
+        &[Faulted, FrameArrived, PrefillHook, PrefillAnswer, Job, DecodeAnswer, Submitted]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if self.faulted {
             return;
         }
@@ -292,22 +276,22 @@ impl Invariant for FairShare {
                 to,
                 frame: Frame::Data { message: Message::Announce { tag, .. }, .. },
             } => self.announced(now, (*from, *to), tag),
-            Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
-            Observation::PrefillAnswer { who, answer } => self.freed(*who, answer),
+            Observation::PrefillHook { who, hook } => self.prefill_hook(now, *who, hook),
+            Observation::PrefillAnswer { who, answer } => self.freed(now, *who, answer),
             Observation::Job { who, job } => self.job(now, *who, job),
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
                 self.ended(now, now.state.load_number(who.instance, answer.request()));
             }
             Observation::Submitted(seen) => {
                 if let Some((mine, other, more)) = self.submitted(now, seen) {
-                    found.report(self.id(), now.at, || {
-                        let (name, rank) = (now.state.name(seen.from.who.instance), seen.from.rank);
-                        let request = |load| {
-                            now.state.load_at(load).map_or("?".into(), |load| load.request.clone())
-                        };
-                        let (mine, other) = (request(mine), request(other));
+                    let rank = now.rank(seen.from);
+                    let request = |load| {
+                        now.state.load_at(load).map_or("?".into(), |load| load.request.clone())
+                    };
+                    let (mine, other) = (request(mine), request(other));
+                    now.report(|| {
                         format!(
-                            "{name} rank {rank} sent {more} bytes more of request {other} than of \
+                            "{rank} sent {more} bytes more of request {other} than of \
                              request {mine}, which had work all the time"
                         )
                     });
@@ -321,7 +305,7 @@ impl Invariant for FairShare {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0};
     use kvferry_engine::core::ids::{ConnectionId, FlowId};
     use kvferry_engine::core::layout::BlockList;
     use std::sync::Arc;

@@ -1,22 +1,16 @@
 //! L2: after the faults stopped, new requests take the fast path again.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::state::TrackedClient;
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind};
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{ClientId, TransferKey};
-use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::router::{ClientAnswer, LegFailure};
 use kvferry_engine::fabric::FabricError;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::{InstanceSettings, Run};
-use std::collections::{BTreeMap, BTreeSet};
-
-/// The newest try of a probe.
-#[derive(Debug, Default)]
-struct ProbeTry {
-    key: Option<TransferKey>,
-    served: BTreeSet<u16>,
-}
+use std::collections::BTreeSet;
 
 /// A probe, which comes when everything transient is over and peers and breakers have had their
 /// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
@@ -26,7 +20,7 @@ struct ProbeTry {
 /// went back may be taken for its own past.
 #[derive(Debug, Default)]
 pub(super) struct HealsFastPath {
-    open: BTreeMap<ClientId, ProbeTry>,
+    open: BTreeSet<ClientId>,
     /// Pairs that do not fit and served a probe.
     misfits: BTreeSet<BTreeSet<u16>>,
     /// Pairs one of which was taken for its own past.
@@ -58,27 +52,11 @@ impl HealsFastPath {
         HealsFastPath { once: any(&once), few: any(&few), ..HealsFastPath::default() }
     }
 
-    fn dispatched(&mut self, client: ClientId, instance: u16, body: &LegBody) {
-        let Some(newest) = self.open.get_mut(&client) else { return };
-        let key = match body {
-            LegBody::Prefill { transfer, .. } => &transfer.key,
-            LegBody::Decode { transfer, .. } => &transfer.key,
-        };
-        if newest.key.as_ref() != Some(key) {
-            *newest = ProbeTry { key: Some(key.clone()), served: BTreeSet::new() };
+    fn answered(&mut self, now: CheckContext<'_>, client: ClientId, answer: &ClientAnswer) {
+        if !self.open.remove(&client) {
+            return;
         }
-        newest.served.insert(instance);
-    }
-
-    fn answered(
-        &mut self,
-        now: CheckContext<'_>,
-        client: ClientId,
-        answer: &ClientAnswer,
-        found: &mut ViolationLog,
-    ) {
-        let Some(newest) = self.open.remove(&client) else { return };
-        let served = &newest.served;
+        let served = &now.state.client(client).map(TrackedClient::last_try).unwrap_or_default();
         let excused = match answer {
             ClientAnswer::Finished { recomputed: None } => {
                 self.fast += 1;
@@ -108,8 +86,8 @@ impl HealsFastPath {
         };
         self.slow += 1;
         if !excused && (served.is_empty() || !now.state.is_broken(served)) {
-            found.report(self.id(), now.at, || {
-                let names: Vec<_> = served.iter().map(|one| now.state.name(*one)).collect();
+            let names: Vec<_> = served.iter().map(|one| now.name(*one)).collect();
+            now.report(|| {
                 format!(
                     "client {client} came after the faults and was served by {}, but ended with \
                      {answer:?}",
@@ -121,48 +99,34 @@ impl HealsFastPath {
 }
 
 impl Invariant for HealsFastPath {
-    fn id(&self) -> InvariantId {
-        InvariantId::Heals
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Faulted,
-            ObservationKind::Probed,
-            ObservationKind::Dispatched,
-            ObservationKind::Answered,
-        ]
+        use ObservationKind::*;
+        &[Faulted, Probed, Answered]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Faulted { kind: FaultKind::ClockBack, from, .. } => {
                 self.back.extend(*from);
             }
             Observation::Probed { client } => {
-                self.open.insert(*client, ProbeTry::default());
-            }
-            Observation::Dispatched { client, instance, body, .. } => {
-                self.dispatched(*client, *instance, body);
+                self.open.insert(*client);
             }
             Observation::Answered { client, answer } => {
-                self.answered(now, *client, answer, found);
+                self.answered(now, *client, answer);
             }
             _ => {}
         }
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
-        let id = self.id();
-        for client in std::mem::take(&mut self.open).into_keys() {
-            found.report(id, now.at, || {
-                format!("client {client} came after the faults and has no answer")
-            });
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
+        for client in std::mem::take(&mut self.open) {
+            now.report(|| format!("client {client} came after the faults and has no answer"));
         }
         let whole = now.state.whole_pairs().next();
         if let (Some((p, d)), true) = (whole, self.slow > 0 && self.fast == 0) {
-            found.report(id, now.at, || {
-                let (slow, [p, d]) = (self.slow, [p, d].map(|one| now.state.name(one)));
+            let (slow, [p, d]) = (self.slow, [p, d].map(|one| now.name(one)));
+            now.report(|| {
                 format!("none of {slow} requests after the faults found that {p} and {d} are whole")
             });
         }
@@ -173,7 +137,7 @@ impl Invariant for HealsFastPath {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
+        D0, D1, InvariantBench, InvariantId, P0, P1, decode_body, finished_answer, prefill_body,
     };
     use crate::observation::SimProcessId;
     use kvferry_engine::core::layout::Mismatch;
@@ -281,10 +245,7 @@ mod tests {
                 begin(&mut bench, client, "r", P0, D0);
                 bench.answered(client, &ClientAnswer::Finished { recomputed: Some(mismatch()) });
             }
-            match whole {
-                true => bench.fails("client 2 came after the faults and was served by p0 and d0"),
-                false => bench.holds(),
-            }
+            bench.judges(!whole, "client 2 came after the faults and was served by p0 and d0");
         }
     }
 
@@ -303,10 +264,7 @@ mod tests {
                 begin(&mut bench, client, "r", P0, D0);
                 bench.answered(client, &ClientAnswer::Finished { recomputed: Some(why) });
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("client 2 came after the faults and was served by p0 and d0"),
-            }
+            bench.judges(held, "client 2 came after the faults and was served by p0 and d0");
         }
     }
 

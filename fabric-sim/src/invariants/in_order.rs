@@ -1,10 +1,9 @@
 //! I15: messages are delivered once and in order, and only what was delivered is acknowledged.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::channel::COPIES;
 use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame};
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What of one direction of a connection has arrived.
@@ -35,7 +34,6 @@ pub(super) struct InOrderDelivery {
     damaged: BTreeMap<SimProcessId, u32>,
     arrived: BTreeMap<(SimProcessId, EnvelopeKey), ArrivedMessages>,
     counts: BTreeMap<SimProcessId, DeliveryCounts>,
-    told: BTreeSet<SimProcessId>,
 }
 
 /// An [`ConnectionHeader`] as a key.
@@ -84,21 +82,12 @@ impl InOrderDelivery {
 }
 
 impl Invariant for InOrderDelivery {
-    fn id(&self) -> InvariantId {
-        InvariantId::InOrder
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::FrameSent,
-            ObservationKind::FrameArrived,
-            ObservationKind::Stray,
-            ObservationKind::Gauges,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[FrameSent, FrameArrived, Stray, Gauges, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::FrameArrived { to, frame, .. }
             | Observation::Stray { to, frame: Some(frame) } => self.arrived(*to, frame),
@@ -107,8 +96,8 @@ impl Invariant for InOrderDelivery {
             }
             Observation::FrameSent { from, frame: Frame::Ack { envelope, next }, .. } => {
                 if let Some(arrived) = self.acknowledges(*from, envelope, *next) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(from.instance);
+                    let name = now.name(from.instance);
+                    now.report(|| {
                         format!("{name} acknowledges {next} messages, but {arrived} arrived")
                     });
                 }
@@ -122,9 +111,9 @@ impl Invariant for InOrderDelivery {
                 // The count wraps; differences of these do not.
                 let above = delivered.wrapping_sub(acknowledged as u32);
                 let room = (due - acknowledged) as u32;
-                if above > room && self.told.insert(*who) {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(who.instance);
+                if above > room {
+                    let name = now.name(who.instance);
+                    now.report_once(who, || {
                         format!(
                             "{name} delivered {delivered} messages, but the turn of {due} has come \
                              and {acknowledged} are acknowledged"
@@ -144,7 +133,7 @@ impl Invariant for InOrderDelivery {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, tag};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, tag};
     use kvferry_engine::core::dialect::native::VERSION;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::machine::Gauges;

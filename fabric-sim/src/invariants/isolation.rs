@@ -1,52 +1,22 @@
 //! L4: a fault on pair (p, d) makes no request of another pair end failed.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::state::TrackedClient;
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind};
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{ClientId, TransferKey};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
-use std::collections::{BTreeMap, BTreeSet};
-
-/// The tries of a request, each with a key of its own.
-#[derive(Debug, Default)]
-struct RequestTries {
-    /// The newest of each prompt and sample.
-    newest: BTreeMap<(u32, u32), TransferKey>,
-    served: BTreeMap<TransferKey, BTreeSet<u16>>,
-    /// Decode legs that were sent.
-    legs: u64,
-}
-
-impl RequestTries {
-    fn dispatched(&mut self, instance: u16, body: &LegBody) {
-        let key = match body {
-            LegBody::Prefill { transfer, .. } => &transfer.key,
-            LegBody::Decode { transfer, prompt, sample, .. } => {
-                self.newest.insert((*prompt, *sample), transfer.key.clone());
-                self.legs += 1;
-                &transfer.key
-            }
-        };
-        self.served.entry(key.clone()).or_default().insert(instance);
-    }
-
-    /// Who served the last try of each sample.
-    fn last(&self) -> impl Iterator<Item = &BTreeSet<u16>> {
-        self.newest.values().filter_map(|key| self.served.get(key))
-    }
-}
+use std::collections::BTreeSet;
 
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
 /// was left needs faults that concern all of a role. That a client goes away concerns nobody else.
 /// There were more requests than a core takes if one is full, and than the router takes if that is
 /// before any fault.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct FaultIsolation {
-    clients: BTreeMap<ClientId, RequestTries>,
     /// Tries of samples of requests that are open, at least one for each request, and the most that
     /// there were: an instance may not be done yet with one that failed.
     open: u64,
@@ -59,6 +29,11 @@ pub(super) struct FaultIsolation {
     general: bool,
 }
 
+/// Decode legs that were sent.
+fn legs(client: &TrackedClient) -> u64 {
+    client.legs.iter().filter(|leg| leg.is_decode()).count() as u64
+}
+
 impl FaultIsolation {
     pub(super) fn new(run: &Run) -> FaultIsolation {
         let cores = run.instances.iter().map(|spec| {
@@ -68,18 +43,9 @@ impl FaultIsolation {
             core.requests_max.min(core.early_max).min(core.receivers_max).min(said)
         });
         let router = &run.router.config;
-        FaultIsolation {
-            clients: BTreeMap::new(),
-            open: 0,
-            peak: 0,
-            room: (
-                u64::from(cores.min().unwrap_or(0)),
-                u64::from(router.requests_max) + u64::from(router.waiting_max),
-            ),
-            instances: BTreeSet::new(),
-            pairs: BTreeSet::new(),
-            general: false,
-        }
+        let cores = u64::from(cores.min().unwrap_or(0));
+        let room = (cores, u64::from(router.requests_max) + u64::from(router.waiting_max));
+        FaultIsolation { room, ..FaultIsolation::default() }
     }
 
     /// True if a core or the router was full by the number of requests alone.
@@ -98,10 +64,9 @@ impl FaultIsolation {
         self.peak = self.peak.max(self.open);
     }
 
-    fn ended(&mut self, client: ClientId) -> Option<RequestTries> {
-        let tries = self.clients.remove(&client)?;
-        self.open -= tries.legs.max(1);
-        Some(tries)
+    fn ended(&mut self, client: Option<&TrackedClient>) {
+        let tries = |client: &TrackedClient| legs(client).max(1);
+        self.open -= client.map_or(0, tries);
     }
 
     fn faulted(&mut self, kind: FaultKind, from: Option<u16>, to: Option<u16>) {
@@ -135,7 +100,7 @@ impl FaultIsolation {
     fn is_explained(
         &self,
         now: CheckContext<'_>,
-        tries: &RequestTries,
+        tries: Option<&TrackedClient>,
         answer: &ClientAnswer,
     ) -> bool {
         match answer {
@@ -149,8 +114,8 @@ impl FaultIsolation {
                     why,
                     LegFailure::Instance(Failure::Mismatch(_) | Failure::HelloRefused(_))
                 );
-                tries.last().any(|served| {
-                    self.concerns(served) || (refused && now.state.has_misfit(served))
+                tries.into_iter().flat_map(TrackedClient::last_tries).any(|served| {
+                    self.concerns(&served) || (refused && now.state.has_misfit(&served))
                 })
             }
         }
@@ -158,47 +123,35 @@ impl FaultIsolation {
 }
 
 impl Invariant for FaultIsolation {
-    fn id(&self) -> InvariantId {
-        InvariantId::Isolation
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Asked,
-            ObservationKind::Dispatched,
-            ObservationKind::Answered,
-            ObservationKind::ClientGone,
-            ObservationKind::Faulted,
-        ]
+        use ObservationKind::*;
+        &[Asked, Dispatched, Answered, ClientGone, Faulted]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
-            Observation::Asked { client } => {
-                self.clients.insert(*client, RequestTries::default());
-                self.opened();
-            }
-            Observation::Dispatched { client, instance, body, .. } => {
-                let known = self.clients.contains_key(client);
-                let tries = self.clients.entry(*client).or_default();
-                let before = tries.legs;
-                tries.dispatched(*instance, body);
-                if !known || (before > 0 && tries.legs > before) {
+            Observation::Asked { .. } => self.opened(),
+            Observation::Dispatched { client, body, .. } => {
+                let again = matches!(body, LegBody::Decode { .. });
+                let client = now.state.client(*client);
+                if client.is_none_or(|client| again && legs(client) > 0) {
                     self.opened();
                 }
             }
-            Observation::ClientGone { client } => {
-                self.ended(*client);
-            }
+            Observation::ClientGone { client } => self.ended(now.state.client(*client)),
             Observation::Answered { client, answer } => {
-                let tries = self.ended(*client).unwrap_or_default();
-                if !self.is_explained(now, &tries, answer) {
-                    found.report(self.id(), now.at, || {
-                        let served: BTreeSet<_> = tries.last().flatten().collect();
-                        let names: Vec<_> =
-                            served.iter().map(|one| now.state.name(**one)).collect();
-                        let names = names.join(" and ");
+                let tries = now.state.client(*client);
+                self.ended(tries);
+                if !self.is_explained(now, tries, answer) {
+                    let served = tries.into_iter().flat_map(TrackedClient::last_tries).flatten();
+                    let names: Vec<_> = served
+                        .collect::<BTreeSet<_>>()
+                        .into_iter()
+                        .map(|one| now.name(one))
+                        .collect();
+                    let names = names.join(" and ");
+                    now.report(|| {
                         format!(
                             "client {client}, served by {names}, failed though no fault concerned \
                              them: {answer:?}"
@@ -215,7 +168,7 @@ impl Invariant for FaultIsolation {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, D1, InvariantBench, P0, P1, decode_body, finished_answer, prefill_body,
+        D0, D1, InvariantBench, InvariantId, P0, P1, decode_body, finished_answer, prefill_body,
     };
     use crate::observation::SimProcessId;
     use kvferry_scenarios::lists::FaultKind;
@@ -292,10 +245,7 @@ mod tests {
                 bench.dispatched(1, leg, *d, &decode_body("r"));
             }
             bench.answered(1, &refused());
-            match misfit {
-                true => bench.holds(),
-                false => bench.fails("client 1, served by p0 and d0"),
-            }
+            bench.judges(misfit, "client 1, served by p0 and d0");
         }
     }
 
@@ -314,10 +264,7 @@ mod tests {
                 let mut bench = InvariantBench::with(InvariantId::Isolation, limit);
                 (1..=asked).for_each(|client| bench.asked(client));
                 bench.answered(1, &answer);
-                match room {
-                    true => bench.holds(),
-                    false => bench.fails("client 1"),
-                }
+                bench.judges(room, "client 1");
             }
         }
         let mut bench = bench();

@@ -1,12 +1,11 @@
 //! I10: attempts take only the listed transitions, progress never goes back, and acknowledgements
 //! are sets of ranks.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, FlowId, Incarnation, RankSet, TransferKey};
 use kvferry_engine::core::message::{FlowState, Message, TransferJob, TransferReport};
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// What prefill and decode have said about the newest attempt of a transfer. The table:
@@ -145,20 +144,12 @@ impl LegalTransitions {
 }
 
 impl Invariant for LegalTransitions {
-    fn id(&self) -> InvariantId {
-        InvariantId::Legal
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::FrameSent,
-            ObservationKind::Job,
-            ObservationKind::Report,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[FrameSent, Job, Report, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         let (who, wrong) = match seen {
             Observation::FrameSent { from, to, frame: Frame::Data { envelope, seq, message } } => {
                 let way = ((from.instance, envelope.from), (to.instance, envelope.to));
@@ -186,9 +177,7 @@ impl Invariant for LegalTransitions {
             _ => return,
         };
         if let Some(wrong) = wrong {
-            found.report(self.id(), now.at, || {
-                format!("{} sent {wrong}: {seen:?}", now.state.name(who.instance))
-            });
+            now.report(|| format!("{} sent {wrong}: {seen:?}", now.name(who.instance)));
         }
     }
 }
@@ -196,7 +185,7 @@ impl Invariant for LegalTransitions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, rank, tag};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, rank, tag};
     use kvferry_engine::core::error::Failure;
     use kvferry_engine::core::message::AttemptTag;
     use std::sync::Arc;

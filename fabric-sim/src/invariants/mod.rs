@@ -24,7 +24,6 @@ mod no_leak;
 mod no_livelock;
 mod no_panic;
 mod no_silent_success;
-mod no_wall_clock;
 mod one_outcome;
 mod real_tries;
 mod reclaim_bound;
@@ -34,15 +33,16 @@ mod state;
 #[cfg(test)]
 mod testing;
 
-pub use deterministic::compare as compare_traces;
-pub use no_wall_clock::compare as compare_clocks;
+pub use deterministic::{compare_clocks, compare_traces};
 
-use crate::observation::{Observation, ObservationKind};
+use crate::observation::{Observation, ObservationKind, SimRankId};
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::lists::{FaultKind, InvariantId};
 use kvferry_scenarios::run::{InstanceSettings, ProtocolSettings, Run};
 use state::InvariantState;
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Observations between two audits.
@@ -69,57 +69,75 @@ impl fmt::Display for Violation {
 
 /// Where violations are reported.
 #[derive(Debug, Default)]
-pub(crate) struct ViolationLog {
+struct ViolationLog {
     list: Vec<Violation>,
     count: u64,
+    /// What is reported once only, by who reports it.
+    told: BTreeSet<(InvariantId, String)>,
 }
 
-impl ViolationLog {
-    /// Reports a violation; later ones of many are only counted, and not even put into words.
-    #[cold]
-    pub(crate) fn report(&mut self, id: InvariantId, at: Nanos, text: impl FnOnce() -> String) {
-        self.count += 1;
-        if self.list.len() < KEPT {
-            self.list.push(Violation { id, at, text: text() });
-        }
-    }
-}
-
-/// When and in which state an observation is made.
+/// When and in which state an invariant looks at something, and where it says what must not be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CheckContext<'a> {
+    /// Who looks.
+    id: InvariantId,
     /// Virtual time.
     pub(crate) at: Nanos,
     /// The state before the observation.
     pub(crate) state: &'a InvariantState,
+    found: &'a RefCell<ViolationLog>,
+}
+
+impl<'a> CheckContext<'a> {
+    /// Reports a violation; later ones of many are only counted, and not even put into words.
+    #[cold]
+    pub(crate) fn report(self, text: impl FnOnce() -> String) {
+        let mut found = self.found.borrow_mut();
+        found.count += 1;
+        if found.list.len() < KEPT {
+            found.list.push(Violation { id: self.id, at: self.at, text: text() });
+        }
+    }
+
+    /// The same, if it is the first of those with this key.
+    #[cold]
+    pub(crate) fn report_once(self, key: impl fmt::Debug, text: impl FnOnce() -> String) {
+        let key = (self.id, format!("{key:?}"));
+        let is_first = self.found.borrow_mut().told.insert(key);
+        if is_first {
+            self.report(text);
+        }
+    }
+
+    /// The name of an instance, for texts.
+    pub(crate) fn name(self, instance: u16) -> &'a str {
+        self.state.name(instance)
+    }
+
+    /// A rank, for texts.
+    pub(crate) fn rank(self, at: SimRankId) -> String {
+        format!("{} rank {}", self.name(at.who.instance), at.rank)
+    }
 }
 
 pub(crate) trait Invariant: fmt::Debug + Send {
-    fn id(&self) -> InvariantId;
-
     /// Kinds of observations that it wants.
     fn wants(&self) -> &'static [ObservationKind] {
         &[]
     }
 
     /// Something happened.
-    fn observe(
-        &mut self,
-        _now: CheckContext<'_>,
-        _seen: &Observation<'_>,
-        _found: &mut ViolationLog,
-    ) {
-    }
+    fn observe(&mut self, _now: CheckContext<'_>, _seen: &Observation<'_>) {}
 
     /// Looks at everything; called each few thousand observations, and last at the end.
-    fn audit(&mut self, _now: CheckContext<'_>, _found: &mut ViolationLog) {}
+    fn audit(&mut self, _now: CheckContext<'_>) {}
 
     /// The run is over; at rest nothing is under way.
-    fn finish(&mut self, _now: CheckContext<'_>, _at_rest: bool, _found: &mut ViolationLog) {}
+    fn finish(&mut self, _now: CheckContext<'_>, _at_rest: bool) {}
 }
 
 /// Bounds that the settings of a run imply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LivenessBounds {
     /// A peer that is not heard for this long is down.
     pub(crate) silent: Nanos,
@@ -190,11 +208,11 @@ pub(crate) fn usable(run: &Run) -> Vec<Nanos> {
 /// All invariants that a run has to keep.
 #[derive(Debug)]
 pub struct Invariants {
-    list: Vec<Box<dyn Invariant>>,
+    list: Vec<(InvariantId, Box<dyn Invariant>)>,
     /// Indices into the list, by kind of observation.
     wanted: Vec<Vec<u8>>,
     state: InvariantState,
-    found: ViolationLog,
+    found: RefCell<ViolationLog>,
     seen: u64,
 }
 
@@ -211,10 +229,9 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::Bounded => Box::new(bounded::BoundedTables),
         InvariantId::Credit => Box::new(credit::CreditsRespected::default()),
         InvariantId::Legal => Box::new(legal::LegalTransitions::default()),
-        InvariantId::Deterministic => Box::new(deterministic::DeterministicTrace),
+        InvariantId::Deterministic | InvariantId::NoWallClock => Box::new(deterministic::SameTrace),
         InvariantId::NoPanic => Box::new(no_panic::NoPanic::default()),
-        InvariantId::NoWallClock => Box::new(no_wall_clock::NoWallClock),
-        InvariantId::NoGrowth => Box::new(no_growth::NoGrowth::default()),
+        InvariantId::NoGrowth => Box::new(no_growth::NoGrowth),
         InvariantId::InOrder => Box::new(in_order::InOrderDelivery::default()),
         InvariantId::RealTries => Box::new(real_tries::RealTries::new(run)),
         InvariantId::Caused => Box::new(caused::CausedFailures::new(run)),
@@ -235,28 +252,24 @@ impl Invariants {
     pub fn new(run: &Run) -> Invariants {
         let all = InvariantId::ALL;
         let hold = if run.expect.hold.is_empty() { all } else { &run.expect.hold };
-        let list: Vec<_> = hold.iter().map(|id| make(*id, run)).collect();
+        let list: Vec<_> = hold.iter().map(|id| (*id, make(*id, run))).collect();
         let mut wanted = vec![Vec::new(); ObservationKind::COUNT];
-        for (index, invariant) in list.iter().enumerate() {
+        for (index, (_, invariant)) in list.iter().enumerate() {
             for kind in invariant.wants() {
                 wanted[*kind as usize].push(index as u8);
             }
         }
-        Invariants {
-            list,
-            wanted,
-            state: InvariantState::new(run),
-            found: ViolationLog::default(),
-            seen: 0,
-        }
+        let (state, found) = (InvariantState::new(run), RefCell::default());
+        Invariants { list, wanted, state, found, seen: 0 }
     }
 
     /// Something happened.
     #[inline]
     pub fn observe(&mut self, at: Nanos, seen: &Observation<'_>) {
-        let now = CheckContext { at, state: &self.state };
         for index in &self.wanted[seen.kind() as usize] {
-            self.list[usize::from(*index)].observe(now, seen, &mut self.found);
+            let (id, invariant) = &mut self.list[usize::from(*index)];
+            let now = CheckContext { id: *id, at, state: &self.state, found: &self.found };
+            invariant.observe(now, seen);
         }
         self.state.follow(at, seen);
         self.seen += 1;
@@ -266,33 +279,29 @@ impl Invariants {
     }
 
     fn audit(&mut self, at: Nanos) {
-        let now = CheckContext { at, state: &self.state };
-        for invariant in &mut self.list {
-            invariant.audit(now, &mut self.found);
-        }
+        self.each(at, |invariant, now| invariant.audit(now));
     }
 
     /// The run is over; `at_rest` says that nothing is under way any more.
     pub fn finish(&mut self, at: Nanos, at_rest: bool) {
         self.audit(at);
-        let now = CheckContext { at, state: &self.state };
-        for invariant in &mut self.list {
-            invariant.finish(now, at_rest, &mut self.found);
+        self.each(at, |invariant, now| invariant.finish(now, at_rest));
+    }
+
+    fn each(&mut self, at: Nanos, ask: impl Fn(&mut dyn Invariant, CheckContext<'_>)) {
+        for (id, invariant) in &mut self.list {
+            let now = CheckContext { id: *id, at, state: &self.state, found: &self.found };
+            ask(&mut **invariant, now);
         }
     }
 
     /// The first violations, in the order in which they were seen.
-    pub fn violations(&self) -> &[Violation] {
-        &self.found.list
+    pub fn violations(&self) -> Vec<Violation> {
+        self.found.borrow().list.clone()
     }
 
     /// All violations, those that are not kept included.
     pub fn count(&self) -> u64 {
-        self.found.count
-    }
-
-    /// Names of those that are checked.
-    pub fn names(&self) -> impl Iterator<Item = InvariantId> + '_ {
-        self.list.iter().map(|invariant| invariant.id())
+        self.found.borrow().count
     }
 }

@@ -1,10 +1,9 @@
 //! I2: no byte lands in a block whose owner changed after the operation was accepted, and blocks
 //! that something may still land in are not handed out again.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimProcessId};
 use kvferry_engine::core::message::DecodeAnswer;
-use kvferry_scenarios::lists::InvariantId;
 
 /// A block belongs to a load from the time that decode allocated it until it was answered; only
 /// operations accepted in between may write into it.
@@ -12,7 +11,7 @@ use kvferry_scenarios::lists::InvariantId;
 pub(super) struct NoEarlyReuse;
 
 impl NoEarlyReuse {
-    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>, found: &mut ViolationLog) {
+    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>) {
         let state = now.state;
         // The memory of an incarnation that ended is nobody's.
         if !state.is_current(seen.target.who) {
@@ -27,22 +26,14 @@ impl NoEarlyReuse {
             if !settled && since.is_some_and(|since| accepted >= since) {
                 continue;
             }
-            return found.report(self.id(), now.at, || {
-                let why = match since {
-                    _ if settled => "after it was quiet or fenced",
-                    None => "though no transfer owns the block",
-                    Some(_) => "though the block has another owner since",
-                };
-                let BlockRef { group, block } = at;
-                format!(
-                    "operation {} of {} rank {} landed in group {group} block {block} of {} rank \
-                     {} {why}",
-                    seen.op,
-                    state.name(seen.from.who.instance),
-                    seen.from.rank,
-                    state.name(seen.target.who.instance),
-                    seen.target.rank
-                )
+            let why = match since {
+                _ if settled => "after it was quiet or fenced",
+                None => "though no transfer owns the block",
+                Some(_) => "though the block has another owner since",
+            };
+            let (from, target) = (now.rank(seen.from), now.rank(seen.target));
+            return now.report(|| {
+                format!("operation {} of {from} landed in {at} of {target} {why}", seen.op)
             });
         }
     }
@@ -54,13 +45,12 @@ impl NoEarlyReuse {
         who: SimProcessId,
         blocks: impl Iterator<Item = BlockRef> + 'a,
         what: &str,
-        found: &mut ViolationLog,
     ) {
         for at in blocks {
             let writes = now.state.block(who.instance, at).writes;
             if writes > 0 {
-                return found.report(self.id(), now.at, || {
-                    let (name, BlockRef { group, block }) = (now.state.name(who.instance), at);
+                let (name, BlockRef { group, block }) = (now.name(who.instance), at);
+                return now.report(|| {
                     format!(
                         "group {group} block {block} of {name} was {what} while {writes} \
                          operations may land in it"
@@ -71,38 +61,20 @@ impl NoEarlyReuse {
     }
 }
 
-/// The blocks of lists per group.
-fn refs(blocks: &[Vec<u32>]) -> impl Iterator<Item = BlockRef> + '_ {
-    let of = |(group, ids): (usize, &Vec<u32>)| {
-        let refs: Vec<_> =
-            ids.iter().map(|block| BlockRef { group: group as u16, block: *block }).collect();
-        refs
-    };
-    blocks.iter().enumerate().flat_map(of)
-}
-
 impl Invariant for NoEarlyReuse {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoEarlyReuse
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Landed,
-            ObservationKind::Taken,
-            ObservationKind::Freed,
-            ObservationKind::DecodeAnswer,
-        ]
+        use ObservationKind::*;
+        &[Landed, Taken, Freed, DecodeAnswer]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Landed(landing) => self.landed(now, landing, found),
+            Observation::Landed(landing) => self.landed(now, landing),
             Observation::Taken { who, blocks, .. } => {
-                self.released(now, *who, refs(blocks), "handed out", found);
+                self.released(now, *who, BlockRef::all(blocks), "handed out");
             }
             Observation::Freed { who, blocks, .. } => {
-                self.released(now, *who, refs(blocks), "freed", found);
+                self.released(now, *who, BlockRef::all(blocks), "freed");
             }
             Observation::DecodeAnswer { who, answer } => {
                 let (what, request) = match answer {
@@ -111,7 +83,7 @@ impl Invariant for NoEarlyReuse {
                     DecodeAnswer::Allocate { .. } | DecodeAnswer::Rejected { .. } => return,
                 };
                 if let Some(load) = now.state.load(who.instance, request) {
-                    self.released(now, *who, load.blocks.iter().copied(), what, found);
+                    self.released(now, *who, load.blocks.iter().copied(), what);
                 }
             }
             _ => {}
@@ -122,7 +94,7 @@ impl Invariant for NoEarlyReuse {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, P1, done, failed, rank};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, P1, done, failed, rank};
     use kvferry_engine::fabric::{Landed, QuiesceTicket, SessionId};
 
     fn bench() -> InvariantBench {

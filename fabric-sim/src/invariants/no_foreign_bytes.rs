@@ -1,28 +1,21 @@
 //! I1: every block that a decode uses has the bytes of its (request, layer, rank, position).
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind};
-use kvferry_scenarios::lists::InvariantId;
 
 /// The comparison itself is made where the memory is, see [`crate::memory::RankStore::check`].
 #[derive(Debug)]
 pub(super) struct NoForeignBytes;
 
 impl Invariant for NoForeignBytes {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoForeignBytes
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[ObservationKind::Used]
+        use ObservationKind::*;
+        &[Used]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if let Observation::Used { at, request, wrong: Some(wrong), .. } = seen {
-            found.report(self.id(), now.at, || {
-                let name = now.state.name(at.who.instance);
-                format!("{name} rank {} uses {wrong} for request {request}", at.rank)
-            });
+            now.report(|| format!("{} uses {wrong} for request {request}", now.rank(*at)));
         }
     }
 }
@@ -30,7 +23,7 @@ impl Invariant for NoForeignBytes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, request};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, request};
     use crate::memory::{BlockTokens, ContentMismatch, MismatchKind};
     use crate::observation::SimRankId;
 

@@ -1,18 +1,16 @@
 //! I3: free + cached + held + quarantined = total at all times; at rest nothing is held or
 //! quarantined, and no transfer, session, timer or lease is left.
 
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
+use super::{CheckContext, Invariant};
+use crate::observation::{Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::machine::Gauges;
 use kvferry_scenarios::engine::PoolGauges;
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
-/// Remembers the newest gauges; those told last are those at rest.
+/// Remembers the newest gauges of pools; those told last are those at rest.
 #[derive(Debug, Default)]
 pub(super) struct NoLeak {
     pools: BTreeMap<(SimProcessId, u16), PoolGauges>,
-    machines: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
 fn is_left(gauges: &Gauges) -> bool {
@@ -21,73 +19,51 @@ fn is_left(gauges: &Gauges) -> bool {
 }
 
 impl Invariant for NoLeak {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoLeak
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[ObservationKind::Pool, ObservationKind::Gauges, ObservationKind::Crashed]
+        use ObservationKind::*;
+        &[Pool, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Pool { who, group, pool } => {
                 let PoolGauges { total, free, cached, held, quarantined } = *pool;
                 if free + cached + held + quarantined != total {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(who.instance);
+                    let name = now.name(who.instance);
+                    now.report(|| {
                         format!("the blocks of group {group} of {name} do not add up: {pool:?}")
                     });
                 }
                 self.pools.insert((*who, *group), *pool);
             }
-            Observation::Gauges { who, part, gauges, .. } => {
-                self.machines.insert((*who, *part), *gauges);
-            }
-            Observation::Crashed { who } => {
-                self.pools.retain(|key, _| key.0 != *who);
-                self.machines.retain(|key, _| key.0 != *who);
-            }
+            Observation::Crashed { who } => self.pools.retain(|key, _| key.0 != *who),
             _ => {}
         }
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
-        let id = self.id();
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         // What never makes a step again gives nothing back.
-        let frozen =
-            |who: &SimProcessId| now.state.place(who.instance).is_some_and(|place| place.frozen);
-        self.pools.retain(|(who, _), _| !frozen(who));
-        self.machines.retain(|(who, _), _| !frozen(who));
+        self.pools.retain(|(who, _), _| !now.state.is_frozen(who.instance));
         for ((who, group), pool) in &self.pools {
             if pool.held > 0 || pool.quarantined > 0 {
-                found.report(id, now.at, || {
-                    let name = now.state.name(who.instance);
+                let name = now.name(who.instance);
+                now.report(|| {
                     format!("blocks of group {group} of {name} are not given back: {pool:?}")
                 });
             }
         }
-        for ((who, part), gauges) in self.machines.iter().filter(|(_, gauges)| is_left(gauges)) {
-            found.report(id, now.at, || {
-                format!("the {part} of {} is not idle: {gauges:?}", now.state.name(who.instance))
-            });
+        for (who, part, gauges) in now.state.gauges_at_rest().filter(|(.., one)| is_left(one)) {
+            let name = now.name(who.instance);
+            now.report(|| format!("the {part} of {name} is not idle: {gauges:?}"));
         }
         for load in now.state.loads().filter(|load| now.state.acts(load.who)) {
-            found.report(id, now.at, || {
-                let (name, request) = (now.state.name(load.who.instance), &load.request);
-                format!("the load of request {request} of {name} has not ended")
-            });
+            let (name, request) = (now.name(load.who.instance), &load.request);
+            now.report(|| format!("the load of request {request} of {name} has not ended"));
         }
-        let open = now.state.ops();
-        let mut open = open.filter(|(from, _)| now.state.acts(from.who));
-        let open = open.find(|(_, op)| now.state.is_current(op.target.who));
-        if let Some((from, op)) = open {
-            found.report(id, now.at, || {
-                format!(
-                    "an operation of {} is not settled: {op:?}",
-                    now.state.name(from.who.instance)
-                )
-            });
+        let mut open = now.state.ops().filter(|(from, _)| now.state.acts(from.who));
+        if let Some((from, op)) = open.find(|(_, op)| now.state.is_current(op.target.who)) {
+            let name = now.name(from.who.instance);
+            now.report(|| format!("an operation of {name} is not settled: {op:?}"));
         }
     }
 }
@@ -95,7 +71,8 @@ impl Invariant for NoLeak {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, done};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, done};
+    use crate::observation::InstanceMachine;
 
     fn pool(bench: &mut InvariantBench, held: u32, quarantined: u32) {
         let pool = PoolGauges { total: 10, free: 7, cached: 1, held, quarantined };

@@ -2,8 +2,8 @@
 //! progresses.
 
 use super::state::TrackedOp;
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::caps::caps;
+use super::{CheckContext, Invariant};
+use crate::abilities::caps;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId, SimRankId};
 use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::dialect::native::Frame;
@@ -13,12 +13,8 @@ use kvferry_engine::core::router::LegBody;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Placement};
 use kvferry_scenarios::Run;
-use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::InstanceSettings;
-use std::collections::BTreeMap;
-
-/// A part of a request that is dispatched again when it fails: prompt, and sample of a decode leg.
-type DispatchKey = (u32, Option<u32>);
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Dials that nobody answered.
 #[derive(Clone, Copy, Debug)]
@@ -37,8 +33,8 @@ struct FailureStreak {
     ended: u64,
 }
 
-/// Counts dispatches per prompt and sample, dials per pair and failures per rank.
-#[derive(Debug)]
+/// Counts dials per pair and failures per rank.
+#[derive(Debug, Default)]
 pub(super) struct NoLivelock {
     /// Dispatches of a leg beyond the first.
     retries: u32,
@@ -48,7 +44,6 @@ pub(super) struct NoLivelock {
     /// Remote ranks that one flow may read the same range of blocks from. All that is read has one
     /// target, whereas each rank that is written to is another.
     sources_max: u64,
-    dispatches: BTreeMap<ClientId, BTreeMap<DispatchKey, u32>>,
     dials: BTreeMap<(SimProcessId, u16), UnansweredDials>,
     /// Flows that a core has started, and that a rank has ended.
     started: BTreeMap<SimProcessId, u64>,
@@ -84,27 +79,28 @@ impl NoLivelock {
             channels: run.instances.iter().map(|one| one.protocol.channel.clone()).collect(),
             failures_max: failures.max().unwrap_or(0),
             sources_max: all(run).map(|one| u64::from(one.tp)).max().unwrap_or(1),
-            dispatches: BTreeMap::new(),
-            dials: BTreeMap::new(),
-            started: BTreeMap::new(),
-            ended: BTreeMap::new(),
-            streaks: BTreeMap::new(),
+            ..NoLivelock::default()
         }
     }
 
-    /// Counts a dispatch; the limit if it is exceeded.
-    fn dispatched(&mut self, client: ClientId, body: &LegBody) -> Option<(u32, u32)> {
-        let parts = self.dispatches.entry(client).or_default();
-        let part = match body {
-            LegBody::Prefill { prompt, .. } => (*prompt, None),
-            LegBody::Decode { prompt, sample, .. } => (*prompt, Some(*sample)),
+    /// How often a leg was dispatched and the limit, if that is exceeded.
+    fn dispatched(
+        &self,
+        now: CheckContext<'_>,
+        client: ClientId,
+        body: &LegBody,
+    ) -> Option<(u32, u32)> {
+        let before = now.state.client(client).map_or(&[][..], |client| &client.legs);
+        let (part, times) = match body {
+            // Each sample of a prompt that is tried again needs the prompt again.
+            LegBody::Prefill { prompt, .. } => {
+                let of_it = before.iter().map(|leg| leg.part).filter(|part| part.0 == *prompt);
+                let samples: BTreeSet<_> = of_it.filter_map(|part| part.1).collect();
+                ((*prompt, None), samples.len().max(1) as u32)
+            }
+            LegBody::Decode { prompt, sample, .. } => ((*prompt, Some(*sample)), 1),
         };
-        let count = parts.entry(part).or_default();
-        *count += 1;
-        let count = *count;
-        // Each sample of a prompt that is tried again needs the prompt again.
-        let samples = parts.keys().filter(|other| other.0 == part.0 && other.1.is_some()).count();
-        let times = if part.1.is_none() { samples.max(1) as u32 } else { 1 };
+        let count = 1 + before.iter().filter(|leg| leg.part == part).count() as u32;
         let limit = 1 + self.retries * times;
         (count > limit).then_some((count, limit))
     }
@@ -125,40 +121,25 @@ impl NoLivelock {
 }
 
 impl Invariant for NoLivelock {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoLivelock
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Dispatched,
-            ObservationKind::Answered,
-            ObservationKind::ClientGone,
-            ObservationKind::Dialled,
-            ObservationKind::FrameArrived,
-            ObservationKind::Job,
-            ObservationKind::Report,
-            ObservationKind::Completed,
-        ]
+        use ObservationKind::*;
+        &[Dispatched, Dialled, FrameArrived, Job, Report, Completed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Dispatched { client, body, .. } => {
-                if let Some((count, limit)) = self.dispatched(*client, body) {
-                    found.report(self.id(), now.at, || {
+                if let Some((count, limit)) = self.dispatched(now, *client, body) {
+                    now.report(|| {
                         format!("a leg of client {client} was dispatched {count} times, at most {limit} are allowed")
                     });
                 }
             }
-            Observation::Answered { client, .. } | Observation::ClientGone { client } => {
-                self.dispatches.remove(client);
-            }
             Observation::Dialled { from, to: Some(to) } => {
                 if let Some((count, span)) = self.dialled(now.at, *from, *to) {
-                    found.report(self.id(), now.at, || {
-                        let (from, to) = (now.state.name(from.instance), now.state.name(*to));
-                        let span = span.as_secs_f64();
+                    let (from, to) = (now.name(from.instance), now.name(*to));
+                    let span = span.as_secs_f64();
+                    now.report(|| {
                         format!("{from} dialled {to} {count} times in {span:.3} s in vain")
                     });
                 }
@@ -177,7 +158,7 @@ impl Invariant for NoLivelock {
                     },
             } => *self.ended.entry(*from).or_default() += 1,
             Observation::Completed { from, op, outcome } => {
-                self.completed(now, *from, op.0, outcome, found)
+                self.completed(now, *from, op.0, outcome)
             }
             _ => {}
         }
@@ -185,14 +166,7 @@ impl Invariant for NoLivelock {
 }
 
 impl NoLivelock {
-    fn completed(
-        &mut self,
-        now: CheckContext<'_>,
-        from: SimRankId,
-        op: u64,
-        outcome: &Completion,
-        found: &mut ViolationLog,
-    ) {
+    fn completed(&mut self, now: CheckContext<'_>, from: SimRankId, op: u64, outcome: &Completion) {
         if *outcome == Completion::Done {
             if !self.streaks.is_empty() {
                 self.streaks.remove(&from);
@@ -210,12 +184,9 @@ impl NoLivelock {
         let sources = if range.0 == from { self.sources_max } else { 1 };
         let limit = (1 + started.saturating_sub(row.ended)) * self.failures_max * sources;
         if *failures == limit + 1 {
-            found.report(self.id(), now.at, || {
-                let name = now.state.name(from.who.instance);
-                let rank = from.rank;
-                format!(
-                    "{limit} operations of {name} rank {rank} on the same blocks failed in a row"
-                )
+            let rank = now.rank(from);
+            now.report(|| {
+                format!("{limit} operations of {rank} on the same blocks failed in a row")
             });
         }
     }
@@ -225,7 +196,8 @@ impl NoLivelock {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, P0, decode_body, done, failed, finished_answer, prefill_body,
+        D0, InvariantBench, InvariantId, P0, decode_body, done, failed, finished_answer,
+        prefill_body,
     };
     use kvferry_engine::core::ids::{ConnectionId, FlowId, SourceId};
     use kvferry_engine::fabric::{Direction, Landed};
@@ -310,10 +282,7 @@ mod tests {
                 bench.submit((D0, P0), op, Direction::Read, (&[4], &[5]));
                 bench.complete(D0, op, &failed(Landed::None));
             }
-            match held {
-                true => bench.holds(),
-                false => bench.fails("of d0 rank 0 on the same blocks failed in a row"),
-            }
+            bench.judges(held, "of d0 rank 0 on the same blocks failed in a row");
         }
     }
 

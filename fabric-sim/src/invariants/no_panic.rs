@@ -1,35 +1,30 @@
 //! I12: remote input never panics, and a peer is accused of breaking the protocol only if it did.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{InstanceMachine, Observation, ObservationKind, SimProcessId};
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// A core may count one violation for each frame that was damaged or forged on its way to it; every
 /// other is a mistake of its own or of its peer.
 #[derive(Debug, Default)]
 pub(super) struct NoPanic {
-    counted: BTreeMap<(SimProcessId, InstanceMachine), u32>,
     /// Frames that may count as violations and have not.
     forged: BTreeMap<SimProcessId, u32>,
 }
 
 impl Invariant for NoPanic {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoPanic
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[ObservationKind::Panicked, ObservationKind::Gauges, ObservationKind::Stray]
+        use ObservationKind::*;
+        &[Panicked, Gauges, Stray]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Panicked { who, text } => found.report(self.id(), now.at, || {
-                format!("{} panicked: {text}", now.state.name(who.instance))
-            }),
+            Observation::Panicked { who, text } => {
+                now.report(|| format!("{} panicked: {text}", now.name(who.instance)));
+            }
             Observation::Gauges { who, part, gauges, .. } => {
-                let before = self.counted.insert((*who, *part), gauges.violations).unwrap_or(0);
+                let before = now.state.gauges(*who, *part).violations;
                 let count = gauges.violations.saturating_sub(before);
                 let forged = match part {
                     InstanceMachine::Core => self.forged.entry(*who).or_default(),
@@ -38,9 +33,8 @@ impl Invariant for NoPanic {
                 let excused = count.min(*forged);
                 *forged -= excused;
                 if count > excused {
-                    found.report(self.id(), now.at, || {
-                        let name = now.state.name(who.instance);
-                        let count = count - excused;
+                    let (name, count) = (now.name(who.instance), count - excused);
+                    now.report(|| {
                         format!("the {part} of {name} counted {count} violations by honest peers")
                     });
                 }
@@ -54,7 +48,7 @@ impl Invariant for NoPanic {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId};
     use kvferry_engine::core::machine::Gauges;
 
     #[test]

@@ -1,16 +1,13 @@
 //! I6: finished means that all ranks and layers had the right bytes; a prompt that decode computed
 //! itself is reported and counted with its cause.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::state::{RequestAt, TrackedClient};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
-use kvferry_engine::core::ids::{ClientId, LegId, RankSet, RequestId};
+use kvferry_engine::core::ids::{LegId, RankSet, RequestId};
 use kvferry_engine::core::message::{DecodeAnswer, Role};
-use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
-use kvferry_scenarios::lists::InvariantId;
-use std::collections::BTreeMap;
-
-/// A sample of a request: its prompt, and which one.
-type SampleId = (u32, u32);
+use kvferry_engine::core::router::{ClientAnswer, LegEvent};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What became of the KV of a decode request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,13 +21,10 @@ struct KvStatus {
 /// Brings what happened to the KV of a request together with what its leg and its client are told.
 #[derive(Debug, Default)]
 pub(super) struct NoSilentSuccess {
-    requests: BTreeMap<(SimProcessId, RequestId), KvStatus>,
-    legs: BTreeMap<LegId, (SimProcessId, RequestId)>,
-    /// Whose decode leg it is, and of which prompt and sample.
-    samples: BTreeMap<LegId, (ClientId, SampleId)>,
-    /// The newest leg of each sample, and whether it computed its prompt itself. What an earlier
-    /// one did is of no use to the client.
-    clients: BTreeMap<ClientId, BTreeMap<SampleId, (LegId, bool)>>,
+    requests: BTreeMap<RequestAt, KvStatus>,
+    legs: BTreeMap<LegId, RequestAt>,
+    /// Legs whose decode computed the prompt itself.
+    recomputed: BTreeSet<LegId>,
 }
 
 impl NoSilentSuccess {
@@ -39,25 +33,12 @@ impl NoSilentSuccess {
     }
 
     /// A leg is over.
-    fn ended(
-        &mut self,
-        now: CheckContext<'_>,
-        who: SimProcessId,
-        leg: LegId,
-        event: &LegEvent,
-        found: &mut ViolationLog,
-    ) {
-        let sample = self.samples.remove(&leg);
+    fn ended(&mut self, now: CheckContext<'_>, who: SimProcessId, leg: LegId, event: &LegEvent) {
         let Some(key) = self.legs.remove(&leg) else { return };
         let kv = self.requests.remove(&key).unwrap_or_default();
         let LegEvent::Done { recomputed, .. } = event else { return };
         if recomputed.is_some() {
-            let newest = sample.and_then(|(client, part)| {
-                self.clients.get_mut(&client)?.get_mut(&part).filter(|newest| newest.0 == leg)
-            });
-            if let Some((_, recomputed)) = newest {
-                *recomputed = true;
-            }
+            self.recomputed.insert(leg);
             return;
         }
         let place = now.state.place(who.instance);
@@ -72,43 +53,19 @@ impl NoSilentSuccess {
         } else {
             return;
         };
-        found.report(self.id(), now.at, || {
-            let name = now.state.name(who.instance);
-            format!("request {} of {name} ended well, but {wrong}: {kv:?}", key.1)
-        });
+        let name = now.name(who.instance);
+        now.report(|| format!("request {} of {name} ended well, but {wrong}: {kv:?}", key.1));
     }
 }
 
 impl Invariant for NoSilentSuccess {
-    fn id(&self) -> InvariantId {
-        InvariantId::NoSilentSuccess
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Dispatched,
-            ObservationKind::LegTaken,
-            ObservationKind::Leg,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Used,
-            ObservationKind::Answered,
-            ObservationKind::ClientGone,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[LegTaken, Leg, DecodeAnswer, Used, Answered, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Dispatched {
-                leg,
-                client,
-                body: LegBody::Decode { prompt, sample, .. },
-                ..
-            } => {
-                let part = (*prompt, *sample);
-                self.samples.insert(*leg, (*client, part));
-                self.clients.entry(*client).or_default().insert(part, (*leg, false));
-            }
             Observation::LegTaken { who, leg, request } => {
                 self.legs.insert(*leg, (*who, (*request).clone()));
             }
@@ -126,18 +83,19 @@ impl Invariant for NoSilentSuccess {
                 leg,
                 event: event @ (LegEvent::Done { .. } | LegEvent::Failed(_)),
             } => {
-                self.ended(now, *who, *leg, event, found);
+                self.ended(now, *who, *leg, event);
             }
             Observation::Answered { client, answer } => {
-                let legs = self.clients.remove(client).unwrap_or_default();
-                let recomputed = legs.values().any(|(_, recomputed)| *recomputed);
+                // What an earlier leg of a sample did is of no use to the client.
+                let mut legs =
+                    now.state.client(*client).into_iter().flat_map(TrackedClient::newest);
+                let recomputed = legs.any(|newest| self.recomputed.contains(&newest.leg));
                 if let (ClientAnswer::Finished { recomputed: None }, true) = (answer, recomputed) {
-                    found.report(self.id(), now.at, || {
+                    now.report(|| {
                         format!("client {client} is told of no recompute, but a leg of it was one")
                     });
                 }
             }
-            Observation::ClientGone { client } => drop(self.clients.remove(client)),
             Observation::Crashed { who } => {
                 self.requests.retain(|key, _| key.0 != *who);
                 self.legs.retain(|_, key| key.0 != *who);
@@ -151,7 +109,8 @@ impl Invariant for NoSilentSuccess {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, decode_body, finished, finished_answer, rank, recomputed, request,
+        D0, InvariantBench, InvariantId, decode_body, finished, finished_answer, rank, recomputed,
+        request,
     };
 
     fn bench() -> InvariantBench {

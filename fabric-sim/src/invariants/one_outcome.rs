@@ -1,12 +1,11 @@
 //! I5: each request ends exactly once per role, each accepted operation completes exactly once,
 //! each block list is given back exactly once.
 
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimProcessId, SimRankId};
 use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
 use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
 use kvferry_engine::core::router::LegEvent;
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What an engine still has to be told about a request.
@@ -28,20 +27,26 @@ pub(super) struct OneOutcome {
 }
 
 impl OneOutcome {
+    /// A core owes more about a request that it knows.
+    fn owes(
+        &mut self,
+        who: SimProcessId,
+        request: &RequestId,
+        more: impl FnOnce(&mut PendingAnswers),
+    ) {
+        self.pending.entry((who, request.clone())).and_modify(more);
+    }
+
     fn prefill_hook(&mut self, who: SimProcessId, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, .. } => {
                 self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             PrefillHook::Finished { request, .. } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.finished = true;
-                }
+                self.owes(who, request, |owed| owed.finished = true);
             }
             PrefillHook::Preempted { request } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.preempted += 1;
-                }
+                self.owes(who, request, |owed| owed.preempted += 1);
             }
             PrefillHook::Scheduled { .. } => {}
         }
@@ -53,9 +58,7 @@ impl OneOutcome {
                 self.pending.insert((who, request.clone()), PendingAnswers::default());
             }
             DecodeHook::Allocated { request, .. } => {
-                if let Some(owed) = self.pending.get_mut(&(who, request.clone())) {
-                    owed.allocated = true;
-                }
+                self.owes(who, request, |owed| owed.allocated = true);
             }
             DecodeHook::Finished { request, .. } => {
                 let key = (who, request.clone());
@@ -125,28 +128,25 @@ impl OneOutcome {
 }
 
 impl Invariant for OneOutcome {
-    fn id(&self) -> InvariantId {
-        InvariantId::OneOutcome
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
+        use ObservationKind::*;
         &[
-            ObservationKind::Asked,
-            ObservationKind::Probed,
-            ObservationKind::Answered,
-            ObservationKind::ClientGone,
-            ObservationKind::Leg,
-            ObservationKind::PrefillHook,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Completed,
-            ObservationKind::EngineFault,
-            ObservationKind::Crashed,
+            Asked,
+            Probed,
+            Answered,
+            ClientGone,
+            Leg,
+            PrefillHook,
+            PrefillAnswer,
+            DecodeHook,
+            DecodeAnswer,
+            Completed,
+            EngineFault,
+            Crashed,
         ]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         let wrong = match seen {
             Observation::Completed { from, op, .. } => self.completed(now, *from, op.0),
             Observation::Asked { client } | Observation::Probed { client } => {
@@ -156,7 +156,7 @@ impl Invariant for OneOutcome {
                 .then_some("a client answered twice, or one that is gone"),
             Observation::ClientGone { client } => {
                 self.clients.remove(client);
-                None
+                return;
             }
             Observation::Leg { leg, event, .. } => {
                 let over = match event {
@@ -168,40 +168,33 @@ impl Invariant for OneOutcome {
                 over.then_some("news of a leg that has ended")
             }
             Observation::PrefillHook { who, hook } => {
-                self.prefill_hook(*who, hook);
-                None
+                return self.prefill_hook(*who, hook);
             }
             Observation::DecodeHook { who, hook } => {
-                self.decode_hook(*who, hook);
-                None
+                return self.decode_hook(*who, hook);
             }
             Observation::PrefillAnswer { who, answer } => self.prefill_answer(*who, answer),
             Observation::DecodeAnswer { who, answer } => self.decode_answer(*who, answer),
             Observation::EngineFault { who, text } => {
-                return found.report(self.id(), now.at, || {
-                    format!("the engine of {}: {text}", now.state.name(who.instance))
-                });
+                return now.report(|| format!("the engine of {}: {text}", now.name(who.instance)));
             }
             Observation::Crashed { who } => {
-                self.pending.retain(|key, _| key.0 != *who);
-                None
+                return self.pending.retain(|key, _| key.0 != *who);
             }
-            _ => None,
+            _ => return,
         };
         if let Some(wrong) = wrong {
-            found.report(self.id(), now.at, || format!("{wrong}: {seen:?}"));
+            now.report(|| format!("{wrong}: {seen:?}"));
         }
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, at_rest: bool, found: &mut ViolationLog) {
+    fn finish(&mut self, now: CheckContext<'_>, at_rest: bool) {
         let open = self.pending.iter().find(|(key, owed)| {
             now.state.acts(key.0) && (owed.finished || owed.allocated || owed.preempted > 0)
         });
         if let (true, Some(((who, request), owed))) = (at_rest, open) {
-            found.report(self.id(), now.at, || {
-                let name = now.state.name(who.instance);
-                format!("request {request} of {name} was never answered: {owed:?}")
-            });
+            let name = now.name(who.instance);
+            now.report(|| format!("request {request} of {name} was never answered: {owed:?}"));
         }
     }
 }
@@ -210,9 +203,9 @@ impl Invariant for OneOutcome {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, P0, done, finished, finished_answer, key, request,
+        D0, InvariantBench, InvariantId, P0, done, finished, finished_answer, prefill_leg, request,
     };
-    use kvferry_engine::core::message::{FinishReason, Mode, PrefillLeg};
+    use kvferry_engine::core::message::{FinishReason, Mode};
 
     fn bench() -> InvariantBench {
         InvariantBench::new(InvariantId::OneOutcome)
@@ -264,13 +257,7 @@ mod tests {
     #[test]
     fn a_source_is_freed_once_and_not_before_the_end() {
         let mut bench = bench();
-        let leg = PrefillLeg {
-            key: key("r"),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = prefill_leg("r", Mode::Push);
         prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };

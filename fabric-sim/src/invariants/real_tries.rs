@@ -1,15 +1,14 @@
 //! I16: a flow fails because of its operations only after all their tries, and `Busy` is no try.
 
 use super::state::{OpExtent, TrackedOp};
-use super::{CheckContext, Invariant, ViolationLog};
+use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimRankId};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::FlowId;
 use kvferry_engine::core::message::{FlowState, TransferReport};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Landed, Refused};
-use kvferry_scenarios::lists::InvariantId;
-use kvferry_scenarios::run::Run;
+use kvferry_scenarios::run::{InstanceSettings, Run};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What failed on a rank.
@@ -34,7 +33,7 @@ impl RankFailures {
 
 /// A flow that fails by itself needs a piece of work that failed as often as it may be tried. Each
 /// such row excuses one flow, a peer that is given up excuses all.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct RealTries {
     tries: u32,
     ranks: BTreeMap<SimRankId, RankFailures>,
@@ -46,13 +45,9 @@ pub(super) struct RealTries {
 
 impl RealTries {
     pub(super) fn new(run: &Run) -> RealTries {
-        let retries = run.instances.iter().map(|one| one.protocol.transfer.retries_max).min();
-        RealTries {
-            tries: 1 + retries.unwrap_or(0),
-            ranks: BTreeMap::new(),
-            failing: BTreeSet::new(),
-            doubtful: Vec::new(),
-        }
+        let retries = |one: &InstanceSettings| one.protocol.transfer.retries_max;
+        let retries = run.instances.iter().map(retries).min();
+        RealTries { tries: 1 + retries.unwrap_or(0), ..RealTries::default() }
     }
 
     fn completed(&mut self, now: CheckContext<'_>, from: SimRankId, op: u64, outcome: &Completion) {
@@ -91,14 +86,14 @@ impl RealTries {
     }
 
     /// Reports what was not excused in its own instant.
-    fn settle(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn settle(&mut self, now: CheckContext<'_>) {
         let tries = self.tries;
         self.doubtful.retain(|(at, from, flow, count)| {
             if *at < now.at {
-                found.report(InvariantId::RealTries, *at, || {
-                    let (name, rank) = (now.state.name(from.who.instance), from.rank);
+                CheckContext { at: *at, ..now }.report(|| {
+                    let rank = now.rank(*from);
                     format!(
-                        "flow {flow} of {name} rank {rank} failed, but no operation of that rank \
+                        "flow {flow} of {rank} failed, but no operation of that rank \
                          failed {tries} times in a row, at most {count} times"
                     )
                 });
@@ -109,22 +104,14 @@ impl RealTries {
 }
 
 impl Invariant for RealTries {
-    fn id(&self) -> InvariantId {
-        InvariantId::RealTries
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Completed,
-            ObservationKind::Refused,
-            ObservationKind::Report,
-            ObservationKind::Crashed,
-        ]
+        use ObservationKind::*;
+        &[Completed, Refused, Report, Crashed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if !self.doubtful.is_empty() {
-            self.settle(now, found);
+            self.settle(now);
         }
         match seen {
             Observation::Completed { from, op, outcome } => {
@@ -156,16 +143,16 @@ impl Invariant for RealTries {
         }
     }
 
-    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool, found: &mut ViolationLog) {
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         let later = CheckContext { at: now.at + Nanos(1), ..now };
-        self.settle(later, found);
+        self.settle(later);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, done, failed, rank};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, done, failed, rank};
     use kvferry_engine::fabric::{FabricError, OpId};
 
     fn fails(bench: &mut InvariantBench, flow: u64) {
@@ -208,10 +195,7 @@ mod tests {
             }
             fails(&mut bench, 1);
             bench.finish();
-            match holds {
-                true => bench.holds(),
-                false => bench.fails("at most 3 times"),
-            }
+            bench.judges(holds, "at most 3 times");
         }
     }
 
@@ -233,10 +217,7 @@ mod tests {
             }
             fails(&mut bench, 2);
             bench.finish();
-            match fourth {
-                true => bench.holds(),
-                false => bench.fails("flow 2 of p0 rank 0 failed"),
-            }
+            bench.judges(fourth, "flow 2 of p0 rank 0 failed");
         }
     }
 

@@ -1,25 +1,22 @@
 //! L5: blocks held for a dead peer return within the lease bound (sources) or the fence bound
 //! (destinations).
 
-use super::{CheckContext, Invariant, LivenessBounds, ViolationLog};
+use super::state::{RequestAt, freed};
+use super::{CheckContext, Invariant, LivenessBounds};
 use crate::observation::{
     BlockRef, Observation, ObservationKind, SimProcessId, SimRankId, Submission,
 };
 use kvferry_engine::core::ids::{RequestId, TransferKey};
-use kvferry_engine::core::message::{DecodeHook, PrefillAnswer, PrefillHook};
+use kvferry_engine::core::message::{DecodeHook, PrefillHook};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Direction;
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeMap;
 
 /// The blocks of a prefill request.
 #[derive(Debug)]
 struct HeldSource {
-    key: TransferKey,
     /// The last block of each group and chunk, which no other request shares.
     tails: Vec<BlockRef>,
-    /// When its request finished.
-    finished: Option<Nanos>,
     /// When an operation that reads it completed last.
     moved: Nanos,
 }
@@ -27,39 +24,28 @@ struct HeldSource {
 /// A destination whose writer died is given back within silence + fence + 1 s. A source is given
 /// back within a lease and that time after its request finished, an operation on it completed, or
 /// the last decode that lives and waits for it was done with it.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct ReclaimBound {
     limits: LivenessBounds,
     /// When each incarnation ended.
     died: BTreeMap<SimProcessId, Nanos>,
-    sources: BTreeMap<(SimProcessId, RequestId), HeldSource>,
+    sources: BTreeMap<RequestAt, HeldSource>,
     /// Whose the last blocks of chunks are.
     tails: BTreeMap<(SimProcessId, BlockRef), RequestId>,
     /// Which source an operation reads.
-    ops: BTreeMap<(SimRankId, u64), (SimProcessId, RequestId)>,
+    ops: BTreeMap<(SimRankId, u64), RequestAt>,
     /// Decode requests that have not ended, or whose load has not.
-    wants: BTreeMap<(SimProcessId, RequestId), TransferKey>,
+    wants: BTreeMap<RequestAt, TransferKey>,
     /// Their number by transfer, and when it changed last.
     wanted: BTreeMap<TransferKey, (u32, Nanos)>,
-    /// Loads that were reported, by request.
-    told: BTreeMap<(SimProcessId, RequestId), Nanos>,
 }
 
 impl ReclaimBound {
     pub(super) fn new(limits: LivenessBounds) -> ReclaimBound {
-        ReclaimBound {
-            limits,
-            died: BTreeMap::new(),
-            sources: BTreeMap::new(),
-            wants: BTreeMap::new(),
-            wanted: BTreeMap::new(),
-            tails: BTreeMap::new(),
-            ops: BTreeMap::new(),
-            told: BTreeMap::new(),
-        }
+        ReclaimBound { limits, ..ReclaimBound::default() }
     }
 
-    fn check_loads(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn check_loads(&self, now: CheckContext<'_>) {
         if self.died.is_empty() {
             return;
         }
@@ -67,17 +53,14 @@ impl ReclaimBound {
         for load in now.state.loads().filter(|load| now.state.acts(load.who)) {
             let Some(peer) = load.peer else { continue };
             let Some(died) = self.died.get(&peer) else { continue };
-            let key = (load.who, load.request.clone());
             // A peer that is itself disturbed notices a death only after the last fault.
             let from = (*died).max(load.begun).max(now.state.last_hit);
-            if now.at <= from + bound || self.told.contains_key(&key) {
+            if now.at <= from + bound {
                 continue;
             }
-            self.told.insert(key, now.at);
-            found.report(self.id(), now.at, || {
-                let (name, peer) =
-                    (now.state.name(load.who.instance), now.state.name(peer.instance));
-                let (died, request) = (died.as_secs_f64(), &load.request);
+            let (name, peer) = (now.name(load.who.instance), now.name(peer.instance));
+            let (died, request) = (died.as_secs_f64(), &load.request);
+            now.report_once((load.who, &load.request), || {
                 format!(
                     "{name} still holds the blocks of request {request} for {peer}, which died at \
                      {died:.6} s"
@@ -86,20 +69,20 @@ impl ReclaimBound {
         }
     }
 
-    fn check_sources(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
+    fn check_sources(&mut self, now: CheckContext<'_>) {
         let bound = self.limits.lease + self.limits.end();
-        let id = self.id();
         let mut late = Vec::new();
         for ((who, request), source) in &self.sources {
-            let Some(finished) = source.finished.filter(|_| now.state.acts(*who)) else { continue };
-            let (receivers, changed) = self.wanted.get(&source.key).copied().unwrap_or_default();
+            let Some(prompt) = now.state.prompt(*who, request) else { continue };
+            let Some(finished) = prompt.finished.filter(|_| now.state.acts(*who)) else { continue };
+            let (receivers, changed) = self.wanted.get(&prompt.key).copied().unwrap_or_default();
             let from = finished.max(source.moved).max(changed).max(now.state.last_hit);
             if receivers > 0 || now.at <= from + bound {
                 continue;
             }
             late.push((*who, request.clone()));
-            found.report(id, now.at, || {
-                let (name, since) = (now.state.name(who.instance), finished.as_secs_f64());
+            let (name, since) = (now.name(who.instance), finished.as_secs_f64());
+            now.report(|| {
                 format!(
                     "{name} still holds the blocks of request {request}, which finished at \
                      {since:.6} s"
@@ -113,9 +96,8 @@ impl ReclaimBound {
 
     fn prefill_hook(&mut self, now: Nanos, who: SimProcessId, hook: &PrefillHook) {
         match hook {
-            PrefillHook::Arrived { request, leg, .. } => {
-                let key = leg.key.clone();
-                let source = HeldSource { key, tails: Vec::new(), finished: None, moved: now };
+            PrefillHook::Arrived { request, .. } => {
+                let source = HeldSource { tails: Vec::new(), moved: now };
                 self.sources.insert((who, request.clone()), source);
             }
             PrefillHook::Scheduled { chunks, .. } => {
@@ -131,12 +113,7 @@ impl ReclaimBound {
                     }
                 }
             }
-            PrefillHook::Finished { request, .. } => {
-                if let Some(source) = self.sources.get_mut(&(who, request.clone())) {
-                    source.finished = Some(now);
-                }
-            }
-            PrefillHook::Preempted { .. } => {}
+            PrefillHook::Finished { .. } | PrefillHook::Preempted { .. } => {}
         }
     }
 
@@ -207,23 +184,12 @@ impl ReclaimBound {
 }
 
 impl Invariant for ReclaimBound {
-    fn id(&self) -> InvariantId {
-        InvariantId::ReclaimBound
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Crashed,
-            ObservationKind::PrefillHook,
-            ObservationKind::PrefillAnswer,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::Submitted,
-            ObservationKind::Completed,
-        ]
+        use ObservationKind::*;
+        &[Crashed, PrefillHook, PrefillAnswer, DecodeHook, DecodeAnswer, Submitted, Completed]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Crashed { who } => self.crashed(now, *who),
             Observation::DecodeHook { who, hook } => self.decode_hook(now, *who, hook),
@@ -231,13 +197,11 @@ impl Invariant for ReclaimBound {
                 self.done(now, *who, answer.request());
             }
             Observation::PrefillHook { who, hook } => self.prefill_hook(now.at, *who, hook),
-            Observation::PrefillAnswer {
-                who,
-                answer:
-                    PrefillAnswer::SourceFree { request, .. } | PrefillAnswer::Rejected { request, .. },
-            } => {
-                self.check_sources(now, found);
-                self.forget(*who, request);
+            Observation::PrefillAnswer { who, answer } => {
+                if let Some(request) = freed(answer) {
+                    self.check_sources(now);
+                    self.forget(*who, request);
+                }
             }
             Observation::Submitted(seen) => self.submitted(seen),
             Observation::Completed { from, op, .. } => {
@@ -250,19 +214,21 @@ impl Invariant for ReclaimBound {
         }
     }
 
-    fn audit(&mut self, now: CheckContext<'_>, found: &mut ViolationLog) {
-        self.check_loads(now, found);
-        self.check_sources(now, found);
+    fn audit(&mut self, now: CheckContext<'_>) {
+        self.check_loads(now);
+        self.check_sources(now);
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, decode_leg, done, key, request};
+    use crate::invariants::testing::{
+        D0, InvariantBench, InvariantId, P0, decode_leg, done, prefill_leg, request,
+    };
     use kvferry_engine::core::ids::StepId;
     use kvferry_engine::core::layout::BlockList;
-    use kvferry_engine::core::message::{Chunk, FinishReason, Mode, PrefillLeg};
+    use kvferry_engine::core::message::{Chunk, FinishReason, Mode, PrefillAnswer};
 
     #[test]
     fn destinations_return_within_the_fence_bound() {
@@ -280,13 +246,7 @@ mod tests {
 
     /// A prompt of one block is computed.
     fn computed(bench: &mut InvariantBench, name: &str, block: u32) {
-        let leg = PrefillLeg {
-            key: key(name),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = prefill_leg(name, Mode::Push);
         let blocks = vec![BlockList::new(vec![block])];
         let chunks = vec![Chunk { request: request(name), from: 0, to: 16, blocks }];
         let hooks = [
@@ -324,23 +284,14 @@ mod tests {
             bench.complete(P0, 1, &done());
             bench.now = bench.now + Nanos::from_secs(30);
             bench.finish();
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p0 still holds the blocks of request r"),
-            }
+            bench.judges(held, "p0 still holds the blocks of request r");
         }
     }
 
     #[test]
     fn a_source_stays_while_a_living_decode_waits_for_it() {
         let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
-        let leg = PrefillLeg {
-            key: key("r"),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = prefill_leg("r", Mode::Push);
         let hook = &PrefillHook::Arrived { request: request("p"), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let hook = &DecodeHook::Arrived { request: request("r"), leg: decode_leg("r"), tokens: 16 };

@@ -1,10 +1,9 @@
 //! I7: no frame, notification or completion changes a transfer of another request, peer, rank or
 //! incarnation.
 
-use super::{CheckContext, Invariant, ViolationLog};
-use crate::observation::{BlockRef, Observation, ObservationKind, ObservedLanding, SimRankId};
+use super::{CheckContext, Invariant};
+use crate::observation::{Observation, ObservationKind, ObservedLanding, SimRankId};
 use kvferry_engine::core::message::DecodeHook;
-use kvferry_scenarios::lists::InvariantId;
 use std::collections::BTreeSet;
 
 /// Bytes may come only from the prefill that was asked, and not from a peer that is fenced. A core
@@ -16,23 +15,19 @@ pub(super) struct RightRecipient {
 }
 
 impl RightRecipient {
-    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>, found: &mut ViolationLog) {
+    fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>) {
         let state = now.state;
         let (from, target) = (seen.from, seen.target);
         let stray = |why: &str| {
-            let (sender, receiver) =
-                (state.name(from.who.instance), state.name(target.who.instance));
-            format!(
-                "operation {} of {sender} rank {} landed at {receiver} rank {}, {why}",
-                seen.op, from.rank, target.rank
-            )
+            let (sender, receiver) = (now.rank(from), now.rank(target));
+            format!("operation {} of {sender} landed at {receiver}, {why}", seen.op)
         };
         // The memory of an incarnation that ended is nobody's.
         if !state.is_current(target.who) {
             return;
         }
         if from != target && !self.fenced.is_empty() && self.fenced.contains(&(target, from)) {
-            return found.report(self.id(), now.at, || stray("which has fenced it"));
+            return now.report(|| stray("which has fenced it"));
         }
         for at in seen.written {
             let block = state.block(target.who.instance, *at);
@@ -40,36 +35,23 @@ impl RightRecipient {
             if load.writer.is_none_or(|writer| writer == from.who.instance) {
                 continue;
             }
-            return found.report(self.id(), now.at, || {
-                let BlockRef { group, block } = at;
-                let asked = load.peer.map_or("nobody", |peer| state.name(peer.instance));
-                let request = &load.request;
-                stray(&format!(
-                    "in group {group} block {block} of request {request}, which asked {asked}"
-                ))
-            });
+            let asked = load.peer.map_or("nobody", |peer| state.name(peer.instance));
+            let request = &load.request;
+            return now
+                .report(|| stray(&format!("in {at} of request {request}, which asked {asked}")));
         }
     }
 }
 
 impl Invariant for RightRecipient {
-    fn id(&self) -> InvariantId {
-        InvariantId::RightRecipient
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Landed,
-            ObservationKind::Fenced,
-            ObservationKind::Started,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-        ]
+        use ObservationKind::*;
+        &[Landed, Fenced, Started, DecodeHook, DecodeAnswer]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Landed(landing) => self.landed(now, landing, found),
+            Observation::Landed(landing) => self.landed(now, landing),
             // A live peer may connect again under a new pass, with operations of its own.
             Observation::Fenced { at, peer, .. } if !now.state.is_current(peer.who) => {
                 self.fenced.insert((*at, *peer));
@@ -81,10 +63,10 @@ impl Invariant for RightRecipient {
                 let (DecodeHook::Arrived { request, .. }
                 | DecodeHook::Allocated { request, .. }
                 | DecodeHook::Finished { request, .. }) = hook;
-                self.check_incarnation(now, *who, request, "told of", found);
+                self.check_incarnation(now, *who, request, "told of");
             }
             Observation::DecodeAnswer { who, answer } => {
-                self.check_incarnation(now, *who, answer.request(), "answers for", found);
+                self.check_incarnation(now, *who, answer.request(), "answers for");
             }
             _ => {}
         }
@@ -98,11 +80,10 @@ impl RightRecipient {
         who: crate::observation::SimProcessId,
         request: &kvferry_engine::core::ids::RequestId,
         what: &str,
-        found: &mut ViolationLog,
     ) {
         if !now.state.is_current(who) {
-            found.report(self.id(), now.at, || {
-                let name = now.state.name(who.instance);
+            let name = now.name(who.instance);
+            now.report(|| {
                 format!(
                     "incarnation {} of {name} {what} request {request} after it ended",
                     who.incarnation
@@ -114,8 +95,7 @@ impl RightRecipient {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, P0, P1};
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, P1};
     use crate::observation::SimProcessId;
 
     fn bench() -> InvariantBench {

@@ -1,15 +1,15 @@
 //! I4: a source block is neither freed nor rewritten while a transfer that may be used reads it.
 
-use super::{CheckContext, Invariant, ViolationLog, usable};
+use super::{CheckContext, Invariant, usable};
+use crate::abilities::LOCAL;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId};
-use crate::world::LOCAL;
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
-use kvferry_scenarios::lists::{FaultKind, InvariantId};
+use kvferry_scenarios::lists::FaultKind;
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -35,7 +35,7 @@ struct PullLease {
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
 /// what it read must not be used, lost or not; before that end it loses nothing while its reader
 /// lives, however silent that is.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct StableSource {
     usable: Vec<Nanos>,
     pulls: BTreeMap<(SimProcessId, RequestId), PullLease>,
@@ -61,13 +61,7 @@ fn drop_promises(promised: &mut BTreeMap<(SimProcessId, BlockRef), u32>, pull: &
 
 impl StableSource {
     pub(super) fn new(run: &Run) -> StableSource {
-        StableSource {
-            usable: usable(run),
-            pulls: BTreeMap::new(),
-            keys: BTreeMap::new(),
-            promised: BTreeMap::new(),
-            paused: BTreeSet::new(),
-        }
+        StableSource { usable: usable(run), ..StableSource::default() }
     }
 
     fn hook(&mut self, now: CheckContext<'_>, who: SimProcessId, hook: &DecodeHook) {
@@ -157,11 +151,7 @@ impl StableSource {
 
     /// True if a prefill promised one of these blocks to some reader.
     fn is_promised(&self, prefill: SimProcessId, freed: &[Vec<u32>]) -> bool {
-        (0..).zip(freed).any(|(group, ids)| {
-            let promised =
-                |block| self.promised.contains_key(&(prefill, BlockRef { group, block }));
-            ids.iter().copied().any(promised)
-        })
+        BlockRef::all(freed).any(|block| self.promised.contains_key(&(prefill, block)))
     }
 
     /// A reader that a prefill has promised one of these blocks to, and to whom they still belong.
@@ -211,13 +201,7 @@ impl StableSource {
         }
     }
 
-    fn loaded(
-        &mut self,
-        now: CheckContext<'_>,
-        who: SimProcessId,
-        request: &RequestId,
-        found: &mut ViolationLog,
-    ) {
+    fn loaded(&mut self, now: CheckContext<'_>, who: SimProcessId, request: &RequestId) {
         let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
         let load = now.state.load(who.instance, request);
         if load.is_some_and(|load| load.blocks.is_empty()) {
@@ -225,69 +209,52 @@ impl StableSource {
             return;
         }
         let end = pull.map(|pull| self.end(who, &pull));
-        let name = || now.state.name(who.instance);
+        let name = || now.name(who.instance);
         if let Some(end) = end.filter(|end| now.at >= *end) {
-            return found.report(self.id(), now.at, || {
-                let (name, end) = (name(), end.as_secs_f64());
+            let (name, end) = (name(), end.as_secs_f64());
+            return now.report(|| {
                 format!("{name} uses request {request}, the lease of which ended at {end:.6} s")
             });
         }
         let Some(torn) = load.and_then(|load| load.torn) else { return };
-        found.report(self.id(), now.at, || {
-            let BlockRef { group, block } = torn.block;
+        let (name, block, source) = (name(), torn.block, now.name(torn.source));
+        now.report(|| {
             format!(
-                "{} uses request {request}, part of which was read from group {group} block \
-                 {block} of {} after that block went to another owner",
-                name(),
-                now.state.name(torn.source)
+                "{name} uses request {request}, part of which was read from {block} of {source} \
+                 after that block went to another owner"
             )
         });
     }
 }
 
 impl Invariant for StableSource {
-    fn id(&self) -> InvariantId {
-        InvariantId::StableSource
-    }
-
     fn wants(&self) -> &'static [ObservationKind] {
-        &[
-            ObservationKind::Freed,
-            ObservationKind::Taken,
-            ObservationKind::DecodeHook,
-            ObservationKind::DecodeAnswer,
-            ObservationKind::FrameSent,
-            ObservationKind::FrameArrived,
-            ObservationKind::Crashed,
-            ObservationKind::Faulted,
-        ]
+        use ObservationKind::*;
+        &[Freed, Taken, DecodeHook, DecodeAnswer, FrameSent, FrameArrived, Crashed, Faulted]
     }
 
-    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>, found: &mut ViolationLog) {
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Freed { who, request, blocks }
             | Observation::Taken { who, request, blocks } => {
                 if let Observation::Freed { .. } = seen
                     && let Some((reader, load)) = self.deprived_reader(now, *who, blocks)
                 {
-                    found.report(self.id(), now.at, || {
-                        let (name, reader) =
-                            (now.state.name(who.instance), now.state.name(reader.instance));
+                    let (name, reader) = (now.name(who.instance), now.name(reader.instance));
+                    now.report(|| {
                         format!(
                             "request {request} on {name} lost its blocks, but {reader} may read \
                              them for its request {load}"
                         )
                     });
                 }
-                for (group, ids) in blocks.iter().enumerate() {
-                    let at = |block: &u32| BlockRef { group: group as u16, block: *block };
-                    let read = |id: &&u32| now.state.block(who.instance, at(id)).reads > 0;
-                    let Some(block) = ids.iter().find(read) else { continue };
-                    return found.report(self.id(), now.at, || {
-                        let name = now.state.name(who.instance);
+                let is_read = |at: &BlockRef| now.state.block(who.instance, *at).reads > 0;
+                if let Some(block) = BlockRef::all(blocks).find(is_read) {
+                    let name = now.name(who.instance);
+                    now.report(|| {
                         format!(
-                            "group {group} block {block} of request {request} on {name} went to \
-                             another owner while a write reads it"
+                            "{block} of request {request} on {name} went to another owner while a \
+                             write reads it"
                         )
                     });
                 }
@@ -295,7 +262,7 @@ impl Invariant for StableSource {
             Observation::DecodeHook { who, hook } => self.hook(now, *who, hook),
             Observation::DecodeAnswer { who, answer } => match answer {
                 DecodeAnswer::Allocate { .. } => {}
-                DecodeAnswer::Loaded { request } => self.loaded(now, *who, request, found),
+                DecodeAnswer::Loaded { request } => self.loaded(now, *who, request),
                 DecodeAnswer::LoadFailed { request, .. }
                 | DecodeAnswer::Rejected { request, .. } => {
                     self.forget(*who, request);
@@ -334,7 +301,7 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, P0, decode_leg, done, failed, request, tag,
+        D0, InvariantBench, InvariantId, P0, decode_leg, done, failed, request, tag,
     };
     use kvferry_engine::core::message::DecodeLeg;
     use kvferry_engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};
@@ -443,10 +410,7 @@ mod tests {
             let mut bench = pulling();
             bench.now = at - Nanos(1);
             bench.loaded(D0, "r");
-            match held {
-                true => bench.holds(),
-                false => bench.fails("the lease of which ended at 27.0"),
-            }
+            bench.judges(held, "the lease of which ended at 27.0");
         }
     }
 
@@ -497,10 +461,7 @@ mod tests {
             }
             bench.now = Nanos::from_secs(seconds);
             bench.freed(P0, "p", &[7]);
-            match held {
-                true => bench.holds(),
-                false => bench.fails("p on p0 lost its blocks, but d0 may read them"),
-            }
+            bench.judges(held, "p on p0 lost its blocks, but d0 may read them");
         }
     }
 
@@ -519,10 +480,7 @@ mod tests {
             }
             bench.now = Nanos::from_secs(36);
             bench.loaded(D0, "r");
-            match answered {
-                true => bench.holds(),
-                false => bench.fails("the lease of which ended at 27.0"),
-            }
+            bench.judges(answered, "the lease of which ended at 27.0");
         }
     }
 }

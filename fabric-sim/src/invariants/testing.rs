@@ -18,7 +18,7 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, Direction, FabricError, Landed, OpId, Placement, QuiesceTicket, SessionId,
 };
-use kvferry_scenarios::lists::InvariantId;
+pub(super) use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::{InstanceSettings, Run};
 
 pub(super) const P0: SimProcessId = SimProcessId { instance: 0, incarnation: 0 };
@@ -67,6 +67,10 @@ pub(super) fn finished() -> LegEvent {
     LegEvent::Done { reason, recomputed: None }
 }
 
+pub(super) fn prefill_leg(name: &str, mode: Mode) -> PrefillLeg {
+    PrefillLeg { key: key(name), siblings: 1, mode, incarnation: None, moriio: None }
+}
+
 pub(super) fn decode_leg(name: &str) -> DecodeLeg {
     let prefill = "p0".into();
     DecodeLeg {
@@ -77,6 +81,15 @@ pub(super) fn decode_leg(name: &str) -> DecodeLeg {
         control: "sim://p0".into(),
         incarnation: None,
         moriio: None,
+    }
+}
+
+fn frame(seq: u64, message: Message) -> Frame {
+    let (from, to) = (Incarnation(1), Incarnation(1));
+    Frame::Data {
+        envelope: ConnectionHeader { version: VERSION, from, to, session: 1 },
+        seq,
+        message,
     }
 }
 
@@ -128,8 +141,17 @@ impl InvariantBench {
 
     #[track_caller]
     pub(super) fn fails(&self, part: &str) {
-        let texts: Vec<_> = self.invariants.violations().iter().map(|v| &v.text).collect();
+        let texts: Vec<_> = self.invariants.violations().into_iter().map(|v| v.text).collect();
         assert!(texts.len() == 1 && texts[0].contains(part), "{texts:?}");
+    }
+
+    /// Nothing is wrong, or this is.
+    #[track_caller]
+    pub(super) fn judges(&self, is_held: bool, part: &str) {
+        match is_held {
+            true => self.holds(),
+            false => self.fails(part),
+        }
     }
 
     pub(super) fn start(&mut self, who: SimProcessId) {
@@ -178,26 +200,12 @@ impl InvariantBench {
 
     pub(super) fn send(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {
         self.seq += 1;
-        let (from_incarnation, to_incarnation) = (Incarnation(1), Incarnation(1));
-        let envelope = ConnectionHeader {
-            version: VERSION,
-            from: from_incarnation,
-            to: to_incarnation,
-            session: 1,
-        };
-        let frame = &Frame::Data { envelope, seq: self.seq, message };
+        let frame = &frame(self.seq, message);
         self.see(Observation::FrameSent { from, to, frame });
     }
 
     pub(super) fn arrive(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {
-        let (from_incarnation, to_incarnation) = (Incarnation(1), Incarnation(1));
-        let envelope = ConnectionHeader {
-            version: VERSION,
-            from: from_incarnation,
-            to: to_incarnation,
-            session: 1,
-        };
-        let frame = &Frame::Data { envelope, seq: 1, message };
+        let frame = &frame(1, message);
         self.see(Observation::FrameArrived { from, to, frame });
     }
 
@@ -343,14 +351,7 @@ pub(super) fn decode_body(name: &str) -> LegBody {
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {
-    let transfer = PrefillLeg {
-        key: key(name),
-        siblings: 1,
-        mode: Mode::Push,
-        incarnation: None,
-        moriio: None,
-    };
-    LegBody::Prefill { transfer, prompt: 0 }
+    LegBody::Prefill { transfer: prefill_leg(name, Mode::Push), prompt: 0 }
 }
 
 pub(super) fn finished_answer(recomputed: bool) -> ClientAnswer {

@@ -1,8 +1,8 @@
 //! The KV memory of one TP rank of one engine process.
 //!
-//! With [`Fidelity::Bytes`] it is made of real buffers, and the content of every 8-byte word says
+//! With [`MemoryFidelity::Bytes`] it is made of real buffers, and the content of every 8-byte word says
 //! what it is (stamp, layer, head, K or V, position, offset), so that a byte in a wrong place is
-//! seen. With [`Fidelity::Cells`] it is one 16-byte cell per piece of a block, with a stamp and
+//! seen. With [`MemoryFidelity::Cells`] it is one 16-byte cell per piece of a block, with a stamp and
 //! the set of layers that have it, for workloads whose bytes would not fit.
 //!
 //! A *stamp* names the content of a token range independent of request and engine: the caller
@@ -12,6 +12,7 @@ mod bytes;
 mod cells;
 mod shape;
 
+pub use kvferry_scenarios::run::MemoryFidelity;
 pub use shape::{MemoryShape, PieceSize, ShapeError};
 
 use cells::{CellStore, PartialRow};
@@ -19,15 +20,6 @@ use kvferry_engine::fabric::Memory;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// How exactly memory is simulated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fidelity {
-    /// Every byte.
-    Bytes,
-    /// One cell per piece of a block; an operation lands as one event.
-    Cells,
-}
 
 /// Part of an operation: `len` bytes between two regions, offsets as in
 /// [`kvferry_engine::fabric::Submit`].
@@ -39,6 +31,29 @@ pub struct OpSlice {
     pub remote: u64,
     /// Bytes.
     pub len: u64,
+}
+
+/// A KV block of an instance.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockRef {
+    /// KV cache group.
+    pub group: u16,
+    pub block: u32,
+}
+
+impl BlockRef {
+    /// The blocks of lists per group.
+    pub(crate) fn all(lists: &[Vec<u32>]) -> impl Iterator<Item = BlockRef> + '_ {
+        (0..)
+            .zip(lists)
+            .flat_map(|(group, ids)| ids.iter().map(move |block| BlockRef { group, block: *block }))
+    }
+}
+
+impl fmt::Display for BlockRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "group {} block {}", self.group, self.block)
+    }
 }
 
 /// Tokens `tokens` of block `block`, whose token 0 is token `first` of its prompt.
@@ -118,13 +133,13 @@ impl RankStore {
     /// Empty memory.
     ///
     /// # Errors
-    /// With [`Fidelity::Cells`] for shapes that cells cannot express.
-    pub fn new(shape: Arc<MemoryShape>, fidelity: Fidelity) -> Result<RankStore, ShapeError> {
+    /// With [`MemoryFidelity::Cells`] for shapes that cells cannot express.
+    pub fn new(shape: Arc<MemoryShape>, fidelity: MemoryFidelity) -> Result<RankStore, ShapeError> {
         let data = match fidelity {
-            Fidelity::Bytes => {
+            MemoryFidelity::Bytes => {
                 StoreData::Bytes(shape.segments.iter().map(|s| vec![0; s.len as usize]).collect())
             }
-            Fidelity::Cells => {
+            MemoryFidelity::Cells => {
                 shape.cells_fit()?;
                 StoreData::Cells(CellStore::new(&shape))
             }

@@ -1,6 +1,6 @@
 //! Where the KV of one rank lies, prepared for looking up offsets.
 
-use crate::observation::BlockRef;
+use super::BlockRef;
 use kvferry_engine::core::layout::{Geometry, HeadSlots, LayerLayout};
 use std::fmt;
 use std::ops::Range;

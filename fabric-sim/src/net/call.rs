@@ -1,6 +1,7 @@
 //! What control planes, the control network and the world tell each other.
 
 use crate::keyed_rng::InclusiveRange;
+use crate::queue::StepContext;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::sync::Arc;
@@ -64,12 +65,6 @@ pub trait NetHooks {
     }
 }
 
-/// Every frame arrives.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct NoNetFaults;
-
-impl NetHooks for NoNetFaults {}
-
 /// What becomes of a frame.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FrameDecision {
@@ -119,6 +114,9 @@ pub enum NetEvent {
     /// A frame or news of a link arrives.
     Arrive { slot: u32 },
 }
+
+/// With what the control network does something.
+pub type NetContext<'a> = StepContext<'a, NetEvent, NetOutput>;
 
 /// What a step did.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,13 +8,13 @@ mod forge;
 mod plane;
 
 pub use call::{
-    ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetEvent, NetHooks, NetMessage,
-    NetOutput, NoNetFaults,
+    ControlPlaneIx, FrameDecision, FrameInfo, NetCalls, NetConfig, NetContext, NetEvent, NetHooks,
+    NetMessage, NetOutput,
 };
 pub use plane::SimControlPlane;
 
 use crate::keyed_rng::KeyedRng;
-use crate::queue::Schedule;
+use crate::slab::Slab;
 use call::NetCall;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
@@ -33,8 +33,7 @@ pub struct ControlNetwork {
     /// Who answers to a name.
     names: BTreeMap<Arc<str>, ControlPlaneIx>,
     links: Vec<SimLink>,
-    mail: Vec<Option<NetInFlight>>,
-    free_mail: Vec<u32>,
+    mail: Slab<NetInFlight>,
     /// Ordered pairs of nodes between which nothing passes.
     cut: BTreeSet<(u32, u32)>,
     /// The newest frames of each channel, if they are kept.
@@ -114,8 +113,7 @@ impl ControlNetwork {
             planes: Vec::new(),
             names: BTreeMap::new(),
             links: Vec::new(),
-            mail: Vec::new(),
-            free_mail: Vec::new(),
+            mail: Slab::default(),
             cut: BTreeSet::new(),
             recorded: BTreeMap::new(),
         }
@@ -141,13 +139,12 @@ impl ControlNetwork {
     }
 
     /// Performs the calls that a plane took; they are used up.
-    pub fn perform<S: Schedule<NetEvent>>(
+    pub fn perform(
         &mut self,
-        now: Nanos,
         plane: ControlPlaneIx,
         calls: &mut NetCalls,
         hooks: &mut dyn NetHooks,
-        queue: &mut S,
+        cx: &mut NetContext<'_>,
     ) {
         let alive = self.planes[plane.0 as usize].alive;
         for call in calls.list.drain(..).filter(|_| alive) {
@@ -156,10 +153,10 @@ impl ControlNetwork {
                     self.planes[plane.0 as usize].listening.insert(channel);
                 }
                 NetCall::Dial { link, name, channel } => {
-                    self.dial(now, plane, (link, name, channel), queue);
+                    self.dial(plane, (link, name, channel), cx);
                 }
                 NetCall::Send { link, parts } => {
-                    self.send(now, plane, (link, parts), hooks, queue);
+                    self.send(plane, (link, parts), hooks, cx);
                 }
                 NetCall::HangUp { link } => {
                     let Some((link, end)) = self.planes[plane.0 as usize].links.remove(&link)
@@ -167,18 +164,17 @@ impl ControlNetwork {
                         continue;
                     };
                     self.links[link as usize].ends[end].open = false;
-                    self.tell_down(now, (link, 1 - end), queue);
+                    self.tell_down(cx.now, (link, 1 - end), cx);
                 }
             }
         }
     }
 
-    fn dial<S: Schedule<NetEvent>>(
+    fn dial(
         &mut self,
-        now: Nanos,
         plane: ControlPlaneIx,
         (id, name, channel): (LinkId, Arc<str>, LinkKind),
-        queue: &mut S,
+        cx: &mut NetContext<'_>,
     ) {
         let end = SimLinkEnd {
             plane,
@@ -191,12 +187,12 @@ impl ControlNetwork {
         let slot = self.links.len() as u32;
         self.links.push(SimLink { channel, name, ends: [end, SimLinkEnd { open: false, ..end }] });
         self.planes[plane.0 as usize].links.insert(id, (slot, 0));
-        let at = now + self.latency(plane);
-        self.post(at, NetInFlight::Dial(slot), queue);
+        let at = cx.now + self.latency(plane);
+        self.post(at, NetInFlight::Dial(slot), cx);
     }
 
     /// A dial reaches the other side, or does not.
-    fn answer<S: Schedule<NetEvent>>(&mut self, now: Nanos, slot: u32, queue: &mut S) {
+    fn answer(&mut self, slot: u32, cx: &mut NetContext<'_>) {
         let link = &self.links[slot as usize];
         let [SimLinkEnd { plane: from, open, .. }, _] = link.ends;
         if !open {
@@ -211,28 +207,27 @@ impl ControlNetwork {
         let Some(to) = to.filter(accepts).filter(|_| !cut) else {
             let wait = if cut { self.config.dial_timeout } else { self.latency(from) };
             let down = NetArrival { link: slot, end: 0, what: NetPayload::Down };
-            return self.post(now + wait, NetInFlight::Arrival(from, down), queue);
+            return self.post(cx.now + wait, NetInFlight::Arrival(from, down), cx);
         };
         let target = &mut self.planes[to.0 as usize];
         let id = LinkId(target.inbound | LinkId::INBOUND);
         target.inbound += 1;
         target.links.insert(id, (slot, 1));
-        let back = now + self.latency(to);
+        let back = cx.now + self.latency(to);
         let ends = &mut self.links[slot as usize].ends;
         ends[1] = SimLinkEnd { plane: to, id, open: true, first: back, last: back, mute: false };
-        (ends[0].first, ends[0].last) = (now, now);
+        (ends[0].first, ends[0].last) = (cx.now, cx.now);
         let up = |end| NetArrival { link: slot, end, what: NetPayload::Up };
-        self.post(now, NetInFlight::Arrival(to, up(1)), queue);
-        self.post(back, NetInFlight::Arrival(from, up(0)), queue);
+        self.post(cx.now, NetInFlight::Arrival(to, up(1)), cx);
+        self.post(back, NetInFlight::Arrival(from, up(0)), cx);
     }
 
-    fn send<S: Schedule<NetEvent>>(
+    fn send(
         &mut self,
-        now: Nanos,
         plane: ControlPlaneIx,
         (id, parts): (LinkId, Vec<Vec<u8>>),
         hooks: &mut dyn NetHooks,
-        queue: &mut S,
+        cx: &mut NetContext<'_>,
     ) {
         let me = &mut self.planes[plane.0 as usize];
         let Some((slot, end)) = me.links.get(&id).copied() else { return };
@@ -241,8 +236,8 @@ impl ControlNetwork {
         let link = &self.links[slot as usize];
         let (to, channel) = (link.ends[1 - end].plane, link.channel);
         let fate =
-            hooks.decide_frame(now, &FrameInfo { from: plane, to, channel, nth, parts: &parts });
-        let due = now + self.latency(plane) + fate.delay;
+            hooks.decide_frame(cx.now, &FrameInfo { from: plane, to, channel, nth, parts: &parts });
+        let due = cx.now + self.latency(plane) + fate.delay;
         let lost = fate.drop || self.is_cut(plane, to);
         let me = &mut self.links[slot as usize].ends[end];
         let at = due.max(if fate.reorder { me.first } else { me.last });
@@ -253,12 +248,12 @@ impl ControlNetwork {
         let arrival =
             |what| NetInFlight::Arrival(to, NetArrival { link: slot, end: 1 - end, what });
         if let Some(after) = fate.duplicate.filter(|_| !lost) {
-            self.post(at + after, arrival(NetPayload::Copy(parts.clone())), queue);
+            self.post(at + after, arrival(NetPayload::Copy(parts.clone())), cx);
         }
         if let Some(bits) = fate.foreign.filter(|_| !lost) {
             let recorded = self.recorded.get(&channel);
             let foreign = forge::foreign(bits, recorded.into_iter().flatten());
-            self.post(at, arrival(NetPayload::Foreign(foreign)), queue);
+            self.post(at, arrival(NetPayload::Foreign(foreign)), cx);
         }
         if self.config.recorded > 0 {
             let kept = self.recorded.entry(channel).or_default();
@@ -272,55 +267,47 @@ impl ControlNetwork {
             Some(bits) => NetPayload::Damaged(forge::damaged(bits, parts)),
             None => NetPayload::Frame(parts),
         };
-        self.post(at, arrival(what), queue);
+        self.post(at, arrival(what), cx);
     }
 
     /// Tells one end of a link that the other is gone, after what that one sent.
-    fn tell_down<S: Schedule<NetEvent>>(
-        &mut self,
-        now: Nanos,
-        (link, end): (u32, usize),
-        queue: &mut S,
-    ) {
+    fn tell_down(&mut self, now: Nanos, (link, end): (u32, usize), cx: &mut NetContext<'_>) {
         let ends = self.links[link as usize].ends;
         if ends[end].open {
             let at = (now + self.latency(ends[1 - end].plane)).max(ends[1 - end].last);
             let down = NetArrival { link, end, what: NetPayload::Down };
-            self.post(at, NetInFlight::Arrival(ends[end].plane, down), queue);
+            self.post(at, NetInFlight::Arrival(ends[end].plane, down), cx);
         }
     }
 
     /// Handles an entry of the queue and appends what it did.
-    pub fn step<S: Schedule<NetEvent>>(
-        &mut self,
-        now: Nanos,
-        event: NetEvent,
-        queue: &mut S,
-        out: &mut Vec<NetOutput>,
-    ) {
+    pub fn step(&mut self, event: NetEvent, cx: &mut NetContext<'_>) {
         let NetEvent::Arrive { slot } = event;
-        self.free_mail.push(slot);
-        match self.mail[slot as usize].take().expect("mail arrives once") {
-            NetInFlight::Dial(link) => self.answer(now, link, queue),
+        match self.mail.take(slot) {
+            NetInFlight::Dial(link) => self.answer(link, cx),
             NetInFlight::Arrival(plane, arrival) => {
                 let to = &mut self.planes[plane.0 as usize];
                 if to.paused && to.alive && !matches!(arrival.what, NetPayload::Lost) {
                     to.held.push(arrival);
                 } else {
-                    self.arrive(plane, arrival, out);
+                    self.arrive(plane, arrival, cx);
                 }
             }
         }
     }
 
-    fn arrive(&mut self, plane: ControlPlaneIx, arrival: NetArrival, out: &mut Vec<NetOutput>) {
+    fn arrive(&mut self, plane: ControlPlaneIx, arrival: NetArrival, cx: &mut NetContext<'_>) {
         let NetArrival { link, end, what } = arrival;
         let ends = self.links[link as usize].ends;
         if matches!(what, NetPayload::Frame(_) | NetPayload::Damaged(_) | NetPayload::Lost) {
             let sender = &ends[1 - end];
             let news = NetMessage::Sent { link: sender.id, frames: 1 };
             if sender.open && self.planes[sender.plane.0 as usize].alive {
-                out.push(NetOutput::Deliver { plane: sender.plane, message: news, forged: false });
+                cx.out.push(NetOutput::Deliver {
+                    plane: sender.plane,
+                    message: news,
+                    forged: false,
+                });
             }
         }
         let SimLinkEnd { id, open, .. } = ends[end];
@@ -344,35 +331,29 @@ impl ControlNetwork {
             | NetPayload::Foreign(parts) => ControlEvent::Frame { link: id, parts },
             NetPayload::Lost => return,
         };
-        out.push(NetOutput::Deliver { plane, message: NetMessage::Event(event), forged });
+        cx.out.push(NetOutput::Deliver { plane, message: NetMessage::Event(event), forged });
     }
 
     /// A process died. Frames that it sent before still arrive. With `told` the other ends of its
     /// links see `LinkDown` after that time; otherwise what they send vanishes.
-    pub fn crash<S: Schedule<NetEvent>>(
-        &mut self,
-        now: Nanos,
-        plane: ControlPlaneIx,
-        told: Option<Nanos>,
-        queue: &mut S,
-    ) {
+    pub fn crash(&mut self, plane: ControlPlaneIx, told: Option<Nanos>, cx: &mut NetContext<'_>) {
         let me = &mut self.planes[plane.0 as usize];
         me.alive = false;
         me.held.clear();
         for (link, end) in std::mem::take(&mut self.planes[plane.0 as usize].links).into_values() {
             self.links[link as usize].ends[end].open = false;
             if let Some(told) = told {
-                self.tell_down(now + told, (link, 1 - end), queue);
+                self.tell_down(cx.now + told, (link, 1 - end), cx);
             }
         }
     }
 
     /// Stops or resumes a process: while stopped its plane is told nothing.
-    pub fn set_paused(&mut self, plane: ControlPlaneIx, paused: bool, out: &mut Vec<NetOutput>) {
+    pub fn set_paused(&mut self, plane: ControlPlaneIx, paused: bool, cx: &mut NetContext<'_>) {
         self.planes[plane.0 as usize].paused = paused;
         if !paused {
             for arrival in std::mem::take(&mut self.planes[plane.0 as usize].held) {
-                self.arrive(plane, arrival, out);
+                self.arrive(plane, arrival, cx);
             }
         }
     }
@@ -416,12 +397,8 @@ impl ControlNetwork {
         Nanos(self.config.latency.pick(bits))
     }
 
-    fn post<S: Schedule<NetEvent>>(&mut self, at: Nanos, mail: NetInFlight, queue: &mut S) {
-        let slot = self.free_mail.pop().unwrap_or_else(|| {
-            self.mail.push(None);
-            self.mail.len() as u32 - 1
-        });
-        self.mail[slot as usize] = Some(mail);
-        queue.at(at, NetEvent::Arrive { slot });
+    fn post(&mut self, at: Nanos, mail: NetInFlight, cx: &mut NetContext<'_>) {
+        let slot = self.mail.add(mail);
+        cx.queue.at(at, NetEvent::Arrive { slot });
     }
 }

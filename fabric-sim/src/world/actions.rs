@@ -77,47 +77,31 @@ impl Simulation {
     }
 
     fn kill_sessions(&mut self, a: u16, b: u16) {
-        let ranks = |instance: u16| {
-            let process = self.instances.get(usize::from(instance))?.process.as_ref()?;
-            Some(process.ranks.iter().map(|plane| plane.ix()).collect::<Vec<_>>())
-        };
-        let (Some(from), Some(to)) = (ranks(a), ranks(b)) else { return };
-        let mut outputs = std::mem::take(&mut self.outputs);
-        for plane in from {
-            for peer in &to {
-                let pair = (plane, *peer);
-                self.dma.kill_sessions(self.now, pair, &mut self.queue, &mut outputs);
+        let (from, to) = (self.data_planes(a), self.data_planes(b));
+        self.with_dma(|dma, cx| {
+            for (plane, peer) in from.iter().flat_map(|a| to.iter().map(|b| (*a, *b))) {
+                dma.kill_sessions((plane, peer), cx);
             }
-        }
-        self.data_outputs(&mut outputs);
-        self.outputs = outputs;
+        });
     }
 
     fn queue_full(&mut self, instance: u16, full: bool) {
-        let Some(process) = &self.instances[usize::from(instance)].process else { return };
-        let planes: Vec<_> = process.ranks.iter().map(|plane| plane.ix()).collect();
-        let mut outputs = std::mem::take(&mut self.outputs);
-        for plane in planes {
-            self.dma.set_queue_full(plane, full, &mut outputs);
-        }
-        self.data_outputs(&mut outputs);
-        self.outputs = outputs;
+        let planes = self.data_planes(instance);
+        self.with_dma(|dma, cx| {
+            planes.into_iter().for_each(|plane| dma.set_queue_full(plane, full, cx));
+        });
     }
 
     fn port(&mut self, instance: u16, rank: Option<u16>, down: bool) {
-        let Some(process) = &self.instances[usize::from(instance)].process else { return };
-        let planes = (0..).zip(&process.ranks);
-        let planes = planes.filter(|(at, _)| rank.is_none_or(|rank| rank == *at));
-        let planes: Vec<_> = planes.map(|(_, plane)| plane.ix()).collect();
-        let mut outputs = std::mem::take(&mut self.outputs);
-        for plane in planes {
-            match down {
-                true => self.dma.lose_backend(self.now, plane, &mut self.queue, &mut outputs),
-                false => self.dma.gain_backend(self.now, plane, &mut self.queue, &mut outputs),
+        let planes = (0..).zip(self.data_planes(instance));
+        self.with_dma(|dma, cx| {
+            for (_, plane) in planes.filter(|(at, _)| rank.is_none_or(|rank| rank == *at)) {
+                match down {
+                    true => dma.lose_backend(plane, cx),
+                    false => dma.gain_backend(plane, cx),
+                }
             }
-        }
-        self.data_outputs(&mut outputs);
-        self.outputs = outputs;
+        });
     }
 
     fn link_rate(&mut self, from: u16, to: u16, divided_by: u32) {
@@ -128,14 +112,14 @@ impl Simulation {
         let all = port.saturating_mul(u64::from(a.spec.tp.min(b.spec.tp)));
         let rate = (divided_by > 1).then(|| (all / u64::from(divided_by)).max(1));
         let nodes = (a.node, b.node);
-        self.dma.set_link_rate(self.now, nodes, rate, &mut self.queue);
+        self.with_dma(|dma, cx| dma.set_link_rate(nodes, rate, cx));
     }
 
     /// Frames are cut by the fault engine itself, pair by pair.
     fn cut(&mut self, from: u16, to: u16, cut: bool) {
         if from != ROUTER && to != ROUTER {
             let [a, b] = [from, to].map(|index| self.instances[usize::from(index)].node);
-            self.dma.set_cut(self.now, (a, b), cut, &mut self.queue);
+            self.with_dma(|dma, cx| dma.set_cut((a, b), cut, cx));
         }
     }
 
@@ -171,9 +155,6 @@ impl Simulation {
             self.queue.push(self.now, entry);
         }
         let control = self.router.control.ix();
-        let mut outputs = std::mem::take(&mut self.net_outputs);
-        self.net.set_paused(control, paused, &mut outputs);
-        self.control_outputs(&mut outputs);
-        self.net_outputs = outputs;
+        self.with_net(|net, cx| net.set_paused(control, paused, cx));
     }
 }

@@ -67,18 +67,6 @@ pub enum MachineEffect {
     Transfer(TransferEffect),
 }
 
-/// The effects of one turn, still in the outbox of the machine.
-#[derive(Debug)]
-pub enum PendingEffects<'a> {
-    Router(&'a mut Outbox<RouterEffect>),
-    /// Of a prefill core.
-    Prefill(&'a mut Outbox<PrefillEffect>),
-    /// Of a decode core.
-    Decode(&'a mut Outbox<DecodeEffect>),
-    /// Of a transfer actor.
-    Transfer(&'a mut Outbox<TransferEffect>),
-}
-
 /// One machine and its outbox.
 #[derive(Debug)]
 pub enum AnyMachine {
@@ -86,6 +74,18 @@ pub enum AnyMachine {
     Prefill(Box<Prefill>, Outbox<PrefillEffect>),
     Decode(Box<Decode>, Outbox<DecodeEffect>),
     Transfer(Box<Transfer>, Outbox<TransferEffect>),
+}
+
+/// Does the same with whichever machine it is and its outbox.
+macro_rules! each {
+    ($any:expr, $machine:pat, $out:pat => $does:expr) => {
+        match $any {
+            AnyMachine::Router($machine, $out) => $does,
+            AnyMachine::Prefill($machine, $out) => $does,
+            AnyMachine::Decode($machine, $out) => $does,
+            AnyMachine::Transfer($machine, $out) => $does,
+        }
+    };
 }
 
 impl AnyMachine {
@@ -128,85 +128,46 @@ impl AnyMachine {
         }
     }
 
-    /// The effects that wait.
-    pub fn effects(&mut self) -> PendingEffects<'_> {
-        match self {
-            AnyMachine::Router(_, out) => PendingEffects::Router(out),
-            AnyMachine::Prefill(_, out) => PendingEffects::Prefill(out),
-            AnyMachine::Decode(_, out) => PendingEffects::Decode(out),
-            AnyMachine::Transfer(_, out) => PendingEffects::Transfer(out),
-        }
+    /// True if no effects wait.
+    pub(super) fn is_silent(&self) -> bool {
+        each!(self, _, out => out.is_empty())
+    }
+
+    /// Takes the effects that wait.
+    pub fn take_effects(&mut self) -> Vec<MachineEffect> {
+        each!(self, _, out => out.drain().map(MachineEffect::from).collect())
     }
 
     pub fn deadline(&self) -> Option<Nanos> {
-        match self {
-            AnyMachine::Router(machine, _) => machine.deadline(),
-            AnyMachine::Prefill(machine, _) => machine.deadline(),
-            AnyMachine::Decode(machine, _) => machine.deadline(),
-            AnyMachine::Transfer(machine, _) => machine.deadline(),
-        }
+        each!(self, machine, _ => machine.deadline())
     }
 
     pub fn gauges(&self) -> Gauges {
-        match self {
-            AnyMachine::Router(machine, _) => machine.gauges(),
-            AnyMachine::Prefill(machine, _) => machine.gauges(),
-            AnyMachine::Decode(machine, _) => machine.gauges(),
-            AnyMachine::Transfer(machine, _) => machine.gauges(),
-        }
-    }
-}
-
-impl MachineInput {
-    /// True if it says that a deadline may be due.
-    pub(super) fn is_tick(&self) -> bool {
-        matches!(
-            self,
-            MachineInput::Router(RouterInput::Tick)
-                | MachineInput::Prefill(PrefillInput::Tick)
-                | MachineInput::Decode(DecodeInput::Tick)
-                | MachineInput::Transfer(TransferInput::Tick)
-        )
-    }
-}
-
-impl PendingEffects<'_> {
-    /// True if the turn has none.
-    pub fn is_empty(&self) -> bool {
-        match self {
-            PendingEffects::Router(out) => out.is_empty(),
-            PendingEffects::Prefill(out) => out.is_empty(),
-            PendingEffects::Decode(out) => out.is_empty(),
-            PendingEffects::Transfer(out) => out.is_empty(),
-        }
-    }
-
-    /// Takes the effects out as values.
-    pub fn take(self) -> Vec<MachineEffect> {
-        match self {
-            PendingEffects::Router(out) => out.drain().map(MachineEffect::Router).collect(),
-            PendingEffects::Prefill(out) => out.drain().map(MachineEffect::Prefill).collect(),
-            PendingEffects::Decode(out) => out.drain().map(MachineEffect::Decode).collect(),
-            PendingEffects::Transfer(out) => out.drain().map(MachineEffect::Transfer).collect(),
-        }
+        each!(self, machine, _ => machine.gauges())
     }
 }
 
 macro_rules! wraps {
-    ($($kind:ident: $input:ty;)*) => {$(
+    ($($kind:ident: $input:ty, $effect:ty;)*) => {$(
         impl From<$input> for MachineInput {
             fn from(input: $input) -> MachineInput {
                 MachineInput::$kind(input)
+            }
+        }
+
+        impl From<$effect> for MachineEffect {
+            fn from(effect: $effect) -> MachineEffect {
+                MachineEffect::$kind(effect)
             }
         }
     )*};
 }
 
 wraps! {
-    Router: RouterInput;
-    Prefill: PrefillInput;
-    Decode: DecodeInput;
-    Transfer: TransferInput;
+    Router: RouterInput, RouterEffect;
+    Prefill: PrefillInput, PrefillEffect;
+    Decode: DecodeInput, DecodeEffect;
+    Transfer: TransferInput, TransferEffect;
 }
 
 impl MachineId {

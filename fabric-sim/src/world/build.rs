@@ -2,7 +2,7 @@
 
 use super::actor::MachineId;
 use super::clients::Clients;
-use super::event::{EnvelopeSlab, ProcessEvent, SimEvent};
+use super::event::{ProcessEvent, SimEvent};
 use super::legs::SimLegs;
 use super::observer::Observer;
 use super::process::{RouterProcess, SimInstance};
@@ -11,10 +11,11 @@ use super::trace::Tracer;
 use super::{ReadyStep, SimMachine, SimOptions, Simulation, report};
 use crate::dma::{Dma, DmaCalls, DmaConfig, SimDataPlane};
 use crate::keyed_rng::InclusiveRange;
-use crate::memory::{Fidelity, MemoryShape, PieceSize, RankStore};
+use crate::memory::{MemoryFidelity, MemoryShape, PieceSize, RankStore};
 use crate::net::{ControlNetwork, NetCalls, NetConfig};
 use crate::observation::SimProcessId;
 use crate::queue::EventQueue;
+use crate::slab::Slab;
 use kvferry_engine::core::Gauges;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::ids::Incarnation;
@@ -25,7 +26,7 @@ use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::EngineConfig;
 use kvferry_scenarios::geometry::{RankMemory, geometry, rank_memory};
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, MemoryFidelity, Run};
+use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, Run};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -53,7 +54,7 @@ impl Simulation {
             options,
             now: Nanos::ZERO,
             queue: EventQueue::new(),
-            envelopes: EnvelopeSlab::default(),
+            envelopes: Slab::default(),
             ready: VecDeque::new(),
             follow: VecDeque::new(),
             current: None,
@@ -173,17 +174,10 @@ fn between(span: DurationRange) -> InclusiveRange {
     InclusiveRange::new(span.min.0, span.max.0)
 }
 
-fn fidelity(run: &Run) -> Fidelity {
-    match run.memory {
-        MemoryFidelity::Bytes => Fidelity::Bytes,
-        MemoryFidelity::Cells => Fidelity::Cells,
-    }
-}
-
 fn dma_config(run: &Run) -> DmaConfig {
     DmaConfig {
         seed: run.seed,
-        fidelity: fidelity(run),
+        fidelity: run.memory,
         latency: between(run.network.latency),
         latency_local: between(run.network.node_latency),
         ..DmaConfig::default()
@@ -218,7 +212,7 @@ fn gcd(a: u32, b: u32) -> u32 {
 pub(super) struct InstanceMemory {
     pub(super) layout: RankMemory,
     shapes: Vec<Arc<MemoryShape>>,
-    fidelity: Fidelity,
+    fidelity: MemoryFidelity,
 }
 
 impl InstanceMemory {
@@ -237,7 +231,7 @@ pub(super) fn memory(run: &Run, spec: &Spec, unit: PieceSize) -> InstanceMemory 
     let shapes = (0..spec.tp)
         .map(|rank| Arc::new(shape(rank).expect("drawing a run refuses such shapes")))
         .collect();
-    InstanceMemory { layout, shapes, fidelity: fidelity(run) }
+    InstanceMemory { layout, shapes, fidelity: run.memory }
 }
 
 /// Where legs of an instance are sent.

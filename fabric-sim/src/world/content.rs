@@ -1,6 +1,6 @@
 //! What the KV of a prompt is, block by block.
 
-use crate::memory::{BlockTokens, Fidelity};
+use crate::memory::BlockTokens;
 use kvferry_engine::core::layout::{BlockList, GroupKind, KvGroup};
 use kvferry_scenarios::decide::mix;
 use kvferry_scenarios::engine::PromptContent;
@@ -16,27 +16,14 @@ fn run_stamp(content: &PromptContent, token: u32) -> u64 {
     }
 }
 
-/// How finely stamps are told apart.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StampGranularity {
-    /// Tokens that share a stamp; their last one names it. 1 if every byte is simulated.
-    pub(super) tokens: u32,
-}
-
-impl StampGranularity {
-    pub(super) fn new(fidelity: Fidelity, unit: u32) -> StampGranularity {
-        StampGranularity { tokens: if fidelity == Fidelity::Bytes { 1 } else { unit } }
-    }
-}
-
 /// Calls `each(place, stamp)` for the tokens `tokens` of a prompt in the blocks of one group.
-/// Tokens of blocks that are not listed are left out.
+/// `grain` tokens share a stamp; those of blocks that are not listed are left out.
 pub(super) fn each_piece(
     content: &PromptContent,
     tokens: Range<u32>,
     (index, group): (usize, &KvGroup),
     blocks: &BlockList,
-    grain: StampGranularity,
+    grain: u32,
     mut each: impl FnMut(&BlockTokens, u64),
 ) {
     if tokens.is_empty() {
@@ -67,11 +54,11 @@ pub(super) fn each_piece(
 
 /// First token behind `at` whose stamp may differ. A piece that lies in two runs is named by the
 /// second, so each piece stands alone.
-fn piece_end(content: &PromptContent, at: u32, grain: StampGranularity) -> u32 {
+fn piece_end(content: &PromptContent, at: u32, grain: u32) -> u32 {
     let run = content.prefix_tokens.max(1);
     if (at / run) as usize >= content.prefix.len() {
         return u32::MAX;
     }
-    let step = if run.is_multiple_of(grain.tokens) { run } else { grain.tokens };
+    let step = if run.is_multiple_of(grain) { run } else { grain };
     (at / step + 1).saturating_mul(step)
 }

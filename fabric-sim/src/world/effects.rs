@@ -2,21 +2,26 @@
 
 use super::actor::MachineInput;
 use super::event::SimEnvelope;
-use super::hooks::{WorldDmaHooks, WorldNetHooks};
+use super::observer::Observer;
+use super::process::DataPlaneOwner;
 use super::{LOCAL, ReadyStep, Simulation};
-use crate::dma::{DataPlaneIx, DmaMessage, DmaOutput, SimDataPlane};
-use crate::net::{NetMessage, NetOutput, SimControlPlane};
+use crate::dma::{DataPlaneIx, DmaHooks, DmaMessage, DmaOutput, OpDecision, OpInfo, SimDataPlane};
+use crate::net::{
+    ControlNetwork, FrameDecision, FrameInfo, NetCalls, NetContext, NetHooks, NetMessage,
+    NetOutput, SimControlPlane,
+};
 use crate::observation::{Observation, SimProcessId, SimRankId};
+use crate::queue::StepContext;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
-use kvferry_engine::core::message::{TransferJob, TransferReport};
+use kvferry_engine::core::message::{Role, TransferJob, TransferReport};
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{RouterEffect, RouterInput};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
 use kvferry_engine::effects::{perform_control, perform_data};
 use kvferry_engine::fabric::{
-    Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, Refused,
+    Completion, ControlEvent, ControlPlane, DataEvent, DataPlane, FabricError, Refused,
 };
 use kvferry_scenarios::engine::EngineInput;
 
@@ -171,8 +176,7 @@ impl Simulation {
         if !self.instances[instance as usize].is_current(incarnation) {
             return;
         }
-        let tp = self.instances[instance as usize].spec.tp;
-        for rank in 0..tp {
+        for rank in 0..self.instances[instance as usize].spec.tp {
             let input = TransferInput::Job(job.clone()).into();
             self.tell_rank(instance, rank, incarnation, input, cause);
         }
@@ -205,12 +209,8 @@ impl Simulation {
         let from = SimRankId { who, rank };
         self.observer.observe(self.now, &Observation::Report { from, report: &report });
         let input = match self.instances[instance as usize].spec.role {
-            kvferry_engine::core::message::Role::Prefill => {
-                PrefillInput::Report { rank, report }.into()
-            }
-            kvferry_engine::core::message::Role::Decode => {
-                DecodeInput::Report { rank, report }.into()
-            }
+            Role::Prefill => PrefillInput::Report { rank, report }.into(),
+            Role::Decode => DecodeInput::Report { rank, report }.into(),
         };
         let (slot, incarnation) = (self.core_slot(instance), who.incarnation);
         if self.instances[instance as usize].is_whole {
@@ -259,8 +259,9 @@ impl Simulation {
         }
         plane.take_calls(&mut self.calls);
         let ix = plane.ix();
-        let mut hooks = WorldDmaHooks { observer: &mut self.observer, planes: &self.planes };
-        self.dma.perform(self.now, ix, &mut self.calls, &mut hooks, &mut self.queue);
+        let Self { observer, planes, control, .. } = self;
+        let cx = &mut StepContext::new(self.now, &mut self.queue, &mut self.outputs);
+        self.dma.perform(ix, &mut self.calls, &mut WorldHooks { observer, planes, control }, cx);
     }
 
     fn control_command(
@@ -295,38 +296,32 @@ impl Simulation {
         }
     }
 
-    fn control_input(&mut self, slot: u32, incarnation: u32, event: ControlEvent) {
-        let input = self.on_control(slot, event);
-        self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
-    }
-
     /// Gives the calls of an instance's control plane to the network.
     pub(super) fn flush_control(&mut self, instance: u16) {
         let Some(process) = &mut self.instances[instance as usize].process else { return };
-        let Self { net, net_calls, observer: watch, control, queue, .. } = self;
-        perform(&mut process.control, net_calls, |ix, calls| {
-            net.perform(
-                self.now,
-                ix,
-                calls,
-                &mut WorldNetHooks { observer: watch, control },
-                queue,
-            );
-        });
+        let Self { net, net_calls, observer, planes, control, queue, net_outputs, .. } = self;
+        let cx = &mut StepContext::new(self.now, queue, net_outputs);
+        perform(
+            &mut process.control,
+            net,
+            net_calls,
+            &mut WorldHooks { observer, planes, control },
+            cx,
+        );
     }
 
     /// The same for the router's.
     pub(super) fn flush_router(&mut self) {
-        let Self { net, net_calls, observer: watch, control, queue, router, .. } = self;
-        perform(&mut router.control, net_calls, |ix, calls| {
-            net.perform(
-                self.now,
-                ix,
-                calls,
-                &mut WorldNetHooks { observer: watch, control },
-                queue,
-            );
-        });
+        let Self { net, net_calls, observer, planes, control, queue, net_outputs, router, .. } =
+            self;
+        let cx = &mut StepContext::new(self.now, queue, net_outputs);
+        perform(
+            &mut router.control,
+            net,
+            net_calls,
+            &mut WorldHooks { observer, planes, control },
+            cx,
+        );
     }
 
     /// Hands on what the data network did.
@@ -351,7 +346,6 @@ impl Simulation {
                     let seen = Observation::Completed { from, op, outcome: &outcome };
                     self.observer.observe(self.now, &seen);
                 }
-                DmaOutput::Quiet { .. } => {}
                 DmaOutput::Void { plane } => {
                     let at = self.planes[plane.0 as usize].at;
                     self.observer.observe(self.now, &Observation::Void { at });
@@ -388,12 +382,8 @@ impl Simulation {
                 self.observer.observe(self.now, &seen);
             }
             let input = TransferInput::Data(event).into();
-            self.ready.push_back(ReadyStep::Input {
-                slot,
-                incarnation: who.incarnation,
-                input,
-                cause: 0,
-            });
+            let incarnation = who.incarnation;
+            self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
         self.stats.events = events;
     }
@@ -428,18 +418,46 @@ impl Simulation {
         let mut events = Vec::new();
         let _wake = plane.poll(self.now, &mut events);
         for event in events {
-            self.control_input(slot, who.incarnation, event);
+            let (incarnation, input) = (who.incarnation, self.on_control(slot, event));
+            self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
     }
 }
 
 fn perform(
     plane: &mut SimControlPlane,
-    calls: &mut crate::net::NetCalls,
-    perform: impl FnOnce(crate::net::ControlPlaneIx, &mut crate::net::NetCalls),
+    net: &mut ControlNetwork,
+    calls: &mut NetCalls,
+    hooks: &mut WorldHooks<'_>,
+    cx: &mut NetContext<'_>,
 ) {
     if plane.has_calls() {
         plane.take_calls(calls);
-        perform(plane.ix(), calls);
+        net.perform(plane.ix(), calls, hooks, cx);
+    }
+}
+
+/// What the planes' networks ask the world: the observer decides.
+struct WorldHooks<'a> {
+    observer: &'a mut Observer,
+    /// Owners of data planes and of control planes.
+    planes: &'a [DataPlaneOwner],
+    control: &'a [SimProcessId],
+}
+
+impl DmaHooks for WorldHooks<'_> {
+    fn decide_op(&mut self, now: Nanos, op: &OpInfo<'_>) -> OpDecision {
+        self.observer.submitted(now, self.planes, op)
+    }
+
+    fn register(&mut self, now: Nanos, plane: DataPlaneIx) -> Option<FabricError> {
+        self.observer.registered(now, &self.planes[plane.0 as usize])
+    }
+}
+
+impl NetHooks for WorldHooks<'_> {
+    fn decide_frame(&mut self, now: Nanos, frame: &FrameInfo<'_>) -> FrameDecision {
+        let [from, to] = [frame.from, frame.to].map(|plane| self.control[plane.0 as usize]);
+        self.observer.frame_sent(now, from, to, frame)
     }
 }

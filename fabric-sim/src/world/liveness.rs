@@ -2,7 +2,7 @@
 //! requests of the world's own show whether the fast path is back.
 
 use super::Simulation;
-use crate::compatibility::fits;
+use crate::abilities::fits;
 use crate::keyed_rng::KeyedRng;
 use crate::observation::Observation;
 use kvferry_engine::core::time::Nanos;

@@ -12,7 +12,6 @@ mod clients;
 mod content;
 mod effects;
 mod event;
-mod hooks;
 mod legs;
 mod liveness;
 mod observer;
@@ -23,20 +22,20 @@ mod report;
 mod serving;
 mod trace;
 
-pub use actor::{
-    AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput, PendingEffects,
-};
+pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
 pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
 };
 pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
-use crate::dma::{Dma, DmaCalls, DmaOutput};
+use crate::abilities::LOCAL;
+use crate::dma::{Dma, DmaCalls, DmaContext, DmaOutput};
 use crate::memory::PieceSize;
-use crate::net::{ControlNetwork, NetCalls, NetOutput};
-use crate::queue::EventQueue;
+use crate::net::{ControlNetwork, NetCalls, NetContext, NetOutput};
+use crate::queue::{EventQueue, StepContext};
+use crate::slab::Slab;
 use clients::Clients;
-use event::{EnvelopeSlab, SimEnvelope, SimEvent};
+use event::{SimEnvelope, SimEvent};
 use kvferry_engine::core::Gauges;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
@@ -135,7 +134,8 @@ pub struct Simulation {
     options: SimOptions,
     now: Nanos,
     queue: EventQueue<SimEvent>,
-    envelopes: EnvelopeSlab,
+    /// What is on its way between two parts of the world.
+    envelopes: Slab<SimEnvelope>,
     ready: VecDeque<ReadyStep>,
     /// What follows from the last turns in the same process: ahead of what is due.
     follow: VecDeque<ReadyStep>,
@@ -171,9 +171,6 @@ pub struct Simulation {
 
 /// Inputs of a machine from one look at its gauges to the next.
 const LOOK: u8 = 8;
-
-/// Latency between the parts of one process host: core, transfer actors, engine.
-pub(crate) const LOCAL: Nanos = Nanos(2_000);
 
 impl Simulation {
     /// The next turn of a machine; none when the run is over. Handles what does not concern a
@@ -227,7 +224,7 @@ impl Simulation {
                 }
                 self.tracer.input(self.now, actor.id, cause, &input);
                 let ask = self.options.check && actor.unasked >= LOOK;
-                self.idle = input.is_tick();
+                self.idle = input == actor.id.tick();
                 self.machines[slot as usize].heard += u64::from(!self.idle);
                 (slot, StepAction::Input(input), ask)
             }
@@ -246,30 +243,26 @@ impl Simulation {
         Some(SimStep { now: self.now, actor, slot, action: what, gauges })
     }
 
-    /// Takes the effects of the turn that [`Simulation::next`] gave out, and what the machine says
-    /// of itself after it.
+    /// Takes the effects of the turn that [`Simulation::next`] gave out from the machine that had it,
+    /// and what that says of itself if `gauges` are asked for.
     ///
     /// # Panics
-    /// If no turn is out, or the effects are of another kind of machine.
-    pub fn apply(
-        &mut self,
-        effects: PendingEffects<'_>,
-        deadline: Option<Nanos>,
-        gauges: Option<Gauges>,
-    ) {
+    /// If no turn is out.
+    pub fn apply(&mut self, machine: &mut AnyMachine, gauges: bool) {
         let turn = self.current.expect("a turn is out");
-        self.idle &= effects.is_empty();
-        match effects {
-            PendingEffects::Router(out) => out.drain().for_each(|effect| {
+        let (deadline, gauges) = (machine.deadline(), gauges.then(|| machine.gauges()));
+        self.idle &= machine.is_silent();
+        match machine {
+            AnyMachine::Router(_, out) => out.drain().for_each(|effect| {
                 self.router_effect(turn, effect);
             }),
-            PendingEffects::Prefill(out) => out.drain().for_each(|effect| {
+            AnyMachine::Prefill(_, out) => out.drain().for_each(|effect| {
                 self.prefill_effect(turn, effect);
             }),
-            PendingEffects::Decode(out) => out.drain().for_each(|effect| {
+            AnyMachine::Decode(_, out) => out.drain().for_each(|effect| {
                 self.decode_effect(turn, effect);
             }),
-            PendingEffects::Transfer(out) => out.drain().for_each(|effect| {
+            AnyMachine::Transfer(_, out) => out.drain().for_each(|effect| {
                 self.transfer_effect(turn, effect);
             }),
         }
@@ -346,16 +339,10 @@ impl Simulation {
         }
         match entry {
             SimEvent::Dma(event) => {
-                let mut outputs = std::mem::take(&mut self.outputs);
-                self.dma.step(self.now, event, &mut self.queue, &mut outputs);
-                self.data_outputs(&mut outputs);
-                self.outputs = outputs;
+                self.with_dma(|dma, cx| dma.step(event, cx));
             }
             SimEvent::Net(event) => {
-                let mut outputs = std::mem::take(&mut self.net_outputs);
-                self.net.step(self.now, event, &mut self.queue, &mut outputs);
-                self.control_outputs(&mut outputs);
-                self.net_outputs = outputs;
+                self.with_net(|net, cx| net.step(event, cx));
             }
             SimEvent::Envelope(slot) => {
                 let letter = self.envelopes.take(slot);
@@ -373,13 +360,29 @@ impl Simulation {
         }
     }
 
+    /// Has the data network do something, and hands on what it did.
+    fn with_dma(&mut self, act: impl FnOnce(&mut Dma, &mut DmaContext<'_>)) {
+        let mut outputs = std::mem::take(&mut self.outputs);
+        act(&mut self.dma, &mut StepContext::new(self.now, &mut self.queue, &mut outputs));
+        self.data_outputs(&mut outputs);
+        self.outputs = outputs;
+    }
+
+    /// The same with the control network.
+    fn with_net(&mut self, act: impl FnOnce(&mut ControlNetwork, &mut NetContext<'_>)) {
+        let mut outputs = std::mem::take(&mut self.net_outputs);
+        act(&mut self.net, &mut StepContext::new(self.now, &mut self.queue, &mut outputs));
+        self.control_outputs(&mut outputs);
+        self.net_outputs = outputs;
+    }
+
     /// Holds back what a paused process would do; true if it is held.
     fn hold(&mut self, entry: SimEvent) -> bool {
         let instance = match entry {
             SimEvent::Tick { slot, .. } => self.machines[slot as usize].instance,
             SimEvent::Layers { instance, .. } => Some(instance),
             SimEvent::Arrive | SimEvent::ClientGone { .. } => None,
-            SimEvent::Envelope(slot) => match self.envelopes.peek(slot) {
+            SimEvent::Envelope(slot) => match self.envelopes.get(slot).expect("it is on its way") {
                 SimEnvelope::Machine { slot, .. } => self.machines[*slot as usize].instance,
                 SimEnvelope::Job { instance, .. }
                 | SimEnvelope::Engine { instance, .. }
@@ -418,7 +421,7 @@ impl Simulation {
 
     /// Sends something that arrives after a fixed time, so that order is kept.
     fn post(&mut self, after: Nanos, letter: SimEnvelope) {
-        let entry = self.envelopes.add(letter);
+        let entry = SimEvent::Envelope(self.envelopes.add(letter));
         self.queue.push(self.now + after, entry);
     }
 
@@ -485,8 +488,7 @@ pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos))
             }
         }
         let machine = machines[slot].as_mut().expect("the machine was started");
-        let (deadline, gauges) = (machine.deadline(), gauges.then(|| machine.gauges()));
-        simulation.apply(machine.effects(), deadline, gauges);
+        simulation.apply(machine, gauges);
     }
     simulation.into_report()
 }

@@ -10,10 +10,12 @@ use crate::net::{FrameDecision, FrameInfo};
 use crate::observation::{self, BlockRef, MemoryRange, Observation, SimProcessId, Submission};
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::ids::{ClientId, LegId, RequestId};
-use kvferry_engine::core::message::{DecodeHook, Message, TransferJob};
-use kvferry_engine::core::router::LegBody;
+use kvferry_engine::core::message::{
+    Chunk, DecodeHook, FinishReason, Message, PrefillHook, TransferJob,
+};
+use kvferry_engine::core::router::{LegBody, LegEvent};
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{Direction, FabricError};
+use kvferry_engine::fabric::{Completion, Direction, FabricError};
 use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::{MessageName, TriggerEvent};
 use std::collections::BTreeMap;
@@ -82,65 +84,55 @@ impl Observer {
 
     /// Translates what happened to what faults wait for.
     fn tell_faults(&mut self, now: Nanos, seen: &Observation<'_>) {
-        use kvferry_engine::core::message::PrefillHook;
+        let here = |who: &SimProcessId| FaultSubject::at(who.instance);
         let client = |client: &ClientId| FaultSubject {
             client: Some(*client),
             nth: client.0,
             ..FaultSubject::at(ROUTER)
         };
         let (event, spot) = match seen {
-            Observation::Started { who, .. } => {
-                (TriggerEvent::InstanceStarted, FaultSubject::at(who.instance))
-            }
+            Observation::Started { who, .. } => (TriggerEvent::InstanceStarted, here(who)),
             Observation::Asked { client: id } => (TriggerEvent::RequestArrived, client(id)),
             Observation::Answered { client: id, .. } => (TriggerEvent::RequestFinished, client(id)),
             Observation::Leg { who, event, .. } => match event {
-                kvferry_engine::core::router::LegEvent::FirstToken => {
-                    (TriggerEvent::RequestFirstToken, FaultSubject::at(who.instance))
-                }
+                LegEvent::FirstToken => (TriggerEvent::RequestFirstToken, here(who)),
                 _ => (TriggerEvent::LegEnded, FaultSubject::between(who.instance, ROUTER)),
             },
             Observation::PrefillHook { who, hook } => match hook {
                 PrefillHook::Scheduled { chunks, .. } => {
-                    let first = |chunk: &&kvferry_engine::core::message::Chunk| {
+                    let first = |chunk: &&Chunk| {
                         chunk.blocks.iter().any(|list| list.first == 0 && !list.ids.is_empty())
                     };
                     for _ in chunks.iter().filter(first) {
-                        let spot = FaultSubject::at(who.instance);
-                        self.faults.on_event(now, TriggerEvent::RequestScheduled, &spot);
+                        self.faults.on_event(now, TriggerEvent::RequestScheduled, &here(who));
                     }
                     return;
                 }
                 PrefillHook::Finished { reason, .. } => match reason {
-                    kvferry_engine::core::message::FinishReason::Length
-                    | kvferry_engine::core::message::FinishReason::Stop => {
-                        (TriggerEvent::RequestPrefilled, FaultSubject::at(who.instance))
+                    FinishReason::Length | FinishReason::Stop => {
+                        (TriggerEvent::RequestPrefilled, here(who))
                     }
                     _ => return,
                 },
-                PrefillHook::Preempted { .. } => {
-                    (TriggerEvent::RequestPreempted, FaultSubject::at(who.instance))
-                }
+                PrefillHook::Preempted { .. } => (TriggerEvent::RequestPreempted, here(who)),
                 PrefillHook::Arrived { .. } => return,
             },
             Observation::DecodeHook { who, hook } => {
                 self.note_lease(now, who.instance, hook);
                 let DecodeHook::Allocated { .. } = hook else { return };
-                (TriggerEvent::RequestAllocated, FaultSubject::at(who.instance))
+                (TriggerEvent::RequestAllocated, here(who))
             }
             Observation::DecodeAnswer { who, answer } if answer.is_last() => {
-                (TriggerEvent::TransferEnded, FaultSubject::at(who.instance))
+                (TriggerEvent::TransferEnded, here(who))
             }
             Observation::Job { who, job: TransferJob::Write { .. } | TransferJob::Read { .. } } => {
                 self.unposted[usize::from(who.instance)] += 1;
                 return;
             }
-            Observation::Freed { who, .. } => {
-                (TriggerEvent::BlockFreed, FaultSubject::at(who.instance))
-            }
+            Observation::Freed { who, .. } => (TriggerEvent::BlockFreed, here(who)),
             Observation::Completed { from, outcome, .. } => {
-                let spot = FaultSubject { rank: from.rank, ..FaultSubject::at(from.who.instance) };
-                if **outcome == kvferry_engine::fabric::Completion::Done {
+                let spot = FaultSubject { rank: from.rank, ..here(&from.who) };
+                if **outcome == Completion::Done {
                     self.faults.on_event(now, TriggerEvent::OpLanded, &spot);
                 }
                 (TriggerEvent::OpCompleted, spot)
@@ -428,7 +420,7 @@ impl Observer {
     /// What was seen that must not be: the first few, and how many in all.
     pub(super) fn violations(&self) -> (Vec<Violation>, u64) {
         let Some(invariants) = &self.invariants else { return (Vec::new(), 0) };
-        (invariants.violations().to_vec(), invariants.count())
+        (invariants.violations(), invariants.count())
     }
 }
 

@@ -135,7 +135,7 @@ impl Simulation {
             let (nic, nic_local) = self.instances[index as usize].ports[usize::from(rank)];
             let segment = (0..store.segments()).map(|s| store.memory(s, u32::from(rank)));
             let registered = segment.collect();
-            let caps = crate::caps::caps(self.observer.faults.placement(), &spec.fabric);
+            let caps = crate::abilities::caps(self.observer.faults.placement(), &spec.fabric);
             let plane = crate::dma::PlaneSpec { node, nic, nic_local, caps, store };
             let plane = self.dma.add_plane(plane);
             let at = SimRankId { who, rank };
@@ -195,14 +195,11 @@ impl Simulation {
         let who = self.who(index);
         let Some(process) = self.instances[index as usize].process.take() else { return };
         let detected = self.detection(index);
-        let mut outputs = std::mem::take(&mut self.outputs);
-        for plane in &process.ranks {
-            let times = (detected, Some(detected));
-            self.dma.crash(self.now, plane.ix(), times, &mut self.queue, &mut outputs);
-        }
-        self.data_outputs(&mut outputs);
-        self.outputs = outputs;
-        self.net.crash(self.now, process.control.ix(), Some(detected), &mut self.queue);
+        let told = Some(detected);
+        self.with_dma(|dma, cx| {
+            process.ranks.iter().for_each(|plane| dma.crash(plane.ix(), (detected, told), cx));
+        });
+        self.with_net(|net, cx| net.crash(process.control.ix(), told, cx));
         for slot in self.core_slot(index)..self.core_slot(index) + self.stride {
             if self.machines[slot as usize].alive {
                 self.ready.push_back(ReadyStep::Stop(slot));
@@ -231,19 +228,18 @@ impl Simulation {
                 *late = (*late).max(self.now);
             }
         }
-        let instance = &self.instances[index as usize];
-        let Some(process) = &instance.process else { return };
-        let planes: Vec<DataPlaneIx> = process.ranks.iter().map(SimDataPlane::ix).collect();
+        let planes = self.data_planes(index);
+        self.with_dma(|dma, cx| {
+            planes.into_iter().for_each(|plane| dma.set_paused(plane, paused, cx));
+        });
+        let Some(process) = &self.instances[index as usize].process else { return };
         let control = process.control.ix();
-        let mut outputs = std::mem::take(&mut self.outputs);
-        for plane in planes {
-            self.dma.set_paused(plane, paused, &mut outputs);
-        }
-        self.data_outputs(&mut outputs);
-        self.outputs = outputs;
-        let mut outputs = std::mem::take(&mut self.net_outputs);
-        self.net.set_paused(control, paused, &mut outputs);
-        self.control_outputs(&mut outputs);
-        self.net_outputs = outputs;
+        self.with_net(|net, cx| net.set_paused(control, paused, cx));
+    }
+
+    /// The data planes of an instance by rank; none while it is down.
+    pub(super) fn data_planes(&self, index: u16) -> Vec<DataPlaneIx> {
+        let process = self.instances.get(usize::from(index)).and_then(|one| one.process.as_ref());
+        process.map_or(Vec::new(), |one| one.ranks.iter().map(SimDataPlane::ix).collect())
     }
 }

@@ -11,6 +11,7 @@ use crate::observation::{InstanceMachine, Observation, SimProcessId};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::{Gauges, Machine};
 use kvferry_scenarios::Run;
+use kvferry_scenarios::engine::PoolGauges;
 use kvferry_scenarios::run::LivenessMode;
 
 /// Time between two looks at whether the run is over.
@@ -226,17 +227,10 @@ impl Simulation {
 
     /// True if no machine, engine or network has anything under way.
     fn nothing_held(&self) -> bool {
-        let idle = |gauges: &Gauges| {
-            let Gauges { transfers, operations, held, quarantined, queued, entries, .. } = *gauges;
-            let counts = [transfers, operations, held, quarantined, queued, entries];
-            counts.iter().all(|count| *count == 0)
-        };
-        let mut machines = (0..self.machines.len() as u32).filter(|slot| self.acts(*slot));
         self.envelopes_in_flight() == 0
             && self.operations_under_way() == 0
-            && machines.all(|slot| idle(&self.machines[slot as usize].gauges))
             && self.processes().all(|(_, process)| process.step.is_none())
-            && self.pools_idle()
+            && self.held().next().is_none()
     }
 
     /// True if a machine lives and may make a step.
@@ -270,44 +264,36 @@ impl Simulation {
         self.dma.unsettled_but_of(&planes)
     }
 
-    fn pools_idle(&self) -> bool {
-        self.processes().all(|(_, process)| {
-            (0..self.run.model.groups.len()).all(|group| {
-                let pool = process.engine.pool(group);
-                pool.held == 0 && pool.quarantined == 0
+    /// What machines and pools hold, for people.
+    fn held(&self) -> impl Iterator<Item = String> {
+        let slots = (0..self.machines.len() as u32).filter(|slot| self.acts(*slot));
+        let machines = slots.filter_map(|slot| {
+            let SimMachine { id, gauges, .. } = &self.machines[slot as usize];
+            let Gauges { transfers, operations, held, quarantined, queued, entries, .. } = *gauges;
+            let is_idle = [transfers, operations, held, quarantined, queued, entries] == [0; 6];
+            (!is_idle).then(|| {
+                format!(
+                    "{id}: {transfers} transfers, {operations} operations, {held} held, \
+                     {quarantined} quarantined, {queued} queued, {entries} entries"
+                )
             })
-        })
+        });
+        let groups = 0..self.run.model.groups.len();
+        let pools =
+            self.processes().flat_map(move |one| groups.clone().map(move |group| (one, group)));
+        machines.chain(pools.filter_map(|((index, process), group)| {
+            let PoolGauges { held, quarantined, .. } = process.engine.pool(group);
+            (held + quarantined > 0).then(|| {
+                format!("pool {group} of instance {index}: {held} held, {quarantined} quarantined")
+            })
+        }))
     }
 
     /// What was under way at the end, for people.
     pub(super) fn outstanding_work(&self) -> String {
-        let mut left = Vec::new();
-        for slot in (0..self.machines.len() as u32).filter(|slot| self.acts(*slot)) {
-            let actor = &self.machines[slot as usize];
-            let gauges = actor.gauges;
-            let Gauges { transfers, operations, held, quarantined, queued, entries, .. } = gauges;
-            if [transfers, operations, held, quarantined, queued, entries] != [0; 6] {
-                left.push(format!(
-                    "{}: {transfers} transfers, {operations} operations, {held} held, \
-                     {quarantined} quarantined, {queued} queued, {entries} entries",
-                    actor.id
-                ));
-            }
-        }
-        for (index, process) in self.processes() {
-            for group in 0..self.run.model.groups.len() {
-                let pool = process.engine.pool(group);
-                if pool.held + pool.quarantined > 0 {
-                    let (held, quarantined) = (pool.held, pool.quarantined);
-                    left.push(format!(
-                        "pool {group} of instance {index}: {held} held, {quarantined} quarantined"
-                    ));
-                }
-            }
-        }
         let (letters, operations) = (self.envelopes_in_flight(), self.operations_under_way());
-        left.push(format!("{letters} letters and {operations} operations under way"));
-        left.join("; ")
+        let under_way = format!("{letters} letters and {operations} operations under way");
+        self.held().chain([under_way]).collect::<Vec<_>>().join("; ")
     }
 
     /// Ends the run: the last audit.

@@ -33,8 +33,8 @@ impl Simulation {
         }
         let (to, is_timer) = match entry {
             SimEvent::Tick { slot, .. } => (slot, true),
-            SimEvent::Envelope(letter) => match self.envelopes.peek(letter) {
-                SimEnvelope::Machine { slot, .. } => (*slot, false),
+            SimEvent::Envelope(letter) => match self.envelopes.get(letter) {
+                Some(SimEnvelope::Machine { slot, .. }) => (*slot, false),
                 _ => return false,
             },
             _ => return false,

@@ -1,10 +1,10 @@
 //! The serving engines: what they compute, and what they and their cores tell each other.
 
-use super::content::{StampGranularity, each_piece};
+use super::content::each_piece;
 use super::event::{SimEnvelope, SimEvent};
 use super::process::ForwardPass;
 use super::{LOCAL, MachineInput, ReadyStep, Simulation};
-use crate::memory::{BlockTokens, ContentMismatch, Fidelity};
+use crate::memory::{BlockTokens, ContentMismatch, MemoryFidelity};
 use crate::observation::{Observation, SimRankId};
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::ids::RequestId;
@@ -16,7 +16,6 @@ use kvferry_engine::core::transfer::TransferInput;
 use kvferry_scenarios::decide::{kind, mix};
 use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, StepPlan};
 use kvferry_scenarios::geometry::geometry;
-use kvferry_scenarios::run::MemoryFidelity;
 use std::ops::Range;
 
 /// Content of blocks whose owner has written nothing that matters.
@@ -141,12 +140,12 @@ impl Simulation {
         self.stats.pools(groups, self.instances[instance as usize].process.as_ref());
     }
 
-    fn grain(&self) -> StampGranularity {
-        let fidelity = match self.run.memory {
-            MemoryFidelity::Bytes => Fidelity::Bytes,
-            MemoryFidelity::Cells => Fidelity::Cells,
-        };
-        StampGranularity::new(fidelity, self.unit.tokens)
+    /// Tokens that share a stamp; their last one names it.
+    fn grain(&self) -> u32 {
+        match self.run.memory {
+            MemoryFidelity::Bytes => 1,
+            MemoryFidelity::Cells => self.unit.tokens,
+        }
     }
 
     /// Writes what a step computed in some layers.

@@ -62,23 +62,6 @@ pub(super) trait TracedEffect: Hash + Clone + Into<MachineEffect> {
     }
 }
 
-macro_rules! effects {
-    ($($kind:ident: $effect:ty;)*) => {$(
-        impl From<$effect> for MachineEffect {
-            fn from(effect: $effect) -> MachineEffect {
-                MachineEffect::$kind(effect)
-            }
-        }
-    )*};
-}
-
-effects! {
-    Router: RouterEffect;
-    Prefill: PrefillEffect;
-    Decode: DecodeEffect;
-    Transfer: TransferEffect;
-}
-
 impl TracedEffect for PrefillEffect {}
 impl TracedEffect for DecodeEffect {}
 impl TracedEffect for TransferEffect {}

@@ -1,11 +1,53 @@
-//! Loads: what decode requests wait for, from their arrival to the one answer.
+//! The blocks of an instance, and loads: what decode requests wait for, from their arrival to the
+//! one answer.
 
 use super::TrackedInstance;
 use crate::observation::{BlockRef, ObservedLanding, SimProcessId};
+use crate::slab::Slab;
 use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
 use kvferry_engine::core::message::{AttemptTag, DecodeLeg};
 use kvferry_engine::core::time::Nanos;
 use std::collections::BTreeMap;
+
+/// What is known of a block, all ranks together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct TrackedBlock {
+    /// Sequence number at which its owner changed last.
+    pub(crate) since: u64,
+    /// Number of the load that writes into it; 0 for none.
+    pub(crate) load: u32,
+    /// Operations that may still write into it.
+    pub(crate) writes: u32,
+    /// Operations of its own instance that may still read from it.
+    pub(crate) reads: u32,
+}
+
+/// The blocks of all groups; grows with the ids that are seen.
+#[derive(Debug, Default)]
+pub(crate) struct TrackedBlocks {
+    groups: Vec<Vec<TrackedBlock>>,
+}
+
+impl TrackedBlocks {
+    #[inline]
+    pub(super) fn get(&self, at: BlockRef) -> TrackedBlock {
+        let group = self.groups.get(usize::from(at.group));
+        group.and_then(|group| group.get(at.block as usize)).copied().unwrap_or_default()
+    }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, at: BlockRef) -> &mut TrackedBlock {
+        let (group, block) = (usize::from(at.group), at.block as usize);
+        if self.groups.len() <= group {
+            self.groups.resize_with(group + 1, Vec::new);
+        }
+        let group = &mut self.groups[group];
+        if group.len() <= block {
+            group.resize(block + 1, TrackedBlock::default());
+        }
+        &mut group[block]
+    }
+}
 
 /// Bytes that were read from a block which had another owner by then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,9 +92,8 @@ struct KnownRequest {
 
 #[derive(Debug, Default)]
 pub(crate) struct TrackedLoads {
-    /// Number n is at n - 1.
-    slots: Vec<Option<TrackedLoad>>,
-    free: Vec<u32>,
+    /// Number n is in slot n - 1.
+    slots: Slab<TrackedLoad>,
     known: BTreeMap<(u16, RequestId), KnownRequest>,
     tags: BTreeMap<(u16, TransferKey, u32), RequestId>,
 }
@@ -60,11 +101,11 @@ pub(crate) struct TrackedLoads {
 impl TrackedLoads {
     #[inline]
     pub(super) fn get(&self, number: u32) -> Option<&TrackedLoad> {
-        self.slots.get((number as usize).checked_sub(1)?)?.as_ref()
+        self.slots.get(number.checked_sub(1)?)
     }
 
     fn get_mut(&mut self, number: u32) -> Option<&mut TrackedLoad> {
-        self.slots.get_mut((number as usize).checked_sub(1)?)?.as_mut()
+        self.slots.get_mut(number.checked_sub(1)?)
     }
 
     pub(super) fn find(&self, instance: u16, request: &RequestId) -> Option<&TrackedLoad> {
@@ -76,7 +117,7 @@ impl TrackedLoads {
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &TrackedLoad> {
-        self.slots.iter().flatten()
+        self.slots.iter()
     }
 
     pub(super) fn arrived(
@@ -116,18 +157,8 @@ impl TrackedLoads {
             granted: known.granted,
             torn: None,
         };
-        let number = match self.free.pop() {
-            Some(number) => {
-                self.slots[number as usize - 1] = Some(load);
-                number
-            }
-            None => {
-                self.slots.push(Some(load));
-                self.slots.len() as u32
-            }
-        };
-        known.load = number;
-        number
+        known.load = self.slots.add(load) + 1;
+        known.load
     }
 
     fn forget(&mut self, instance: u16, request: &RequestId) -> Option<TrackedLoad> {
@@ -136,9 +167,7 @@ impl TrackedLoads {
         if self.tags.get(&tag) == Some(request) {
             self.tags.remove(&tag);
         }
-        let slot = self.slots.get_mut((known.load as usize).checked_sub(1)?)?;
-        self.free.push(known.load);
-        slot.take()
+        Some(self.slots.take(known.load.checked_sub(1)?))
     }
 
     /// The request ended; with blocks it is known until its answer.

@@ -2,27 +2,28 @@
 //!
 //! Changed after the invariants have seen an observation, so they see the state before it.
 
-mod blocks;
 mod loads;
 mod ops;
+mod requests;
 
-pub(crate) use blocks::TrackedBlock;
-pub(crate) use loads::TrackedLoad;
+pub(crate) use loads::{TrackedBlock, TrackedLoad};
 pub(crate) use ops::{OpExtent, TrackedOp};
+pub(crate) use requests::{RequestAt, TrackedClient, TrackedPrompt, freed};
 
-use crate::compatibility::fits;
-use crate::observation::{BlockRef, Observation, SimProcessId, SimRankId, Submission};
-use blocks::TrackedBlocks;
+use crate::abilities::fits;
+use crate::observation::{BlockRef, InstanceMachine, Observation, SimProcessId, SimRankId};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{Attempt, RequestId};
 use kvferry_engine::core::layout::GroupKind;
+use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{AttemptTag, DecodeHook, Message, Role};
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{Completion, Direction, Landed, Placement};
+use kvferry_engine::fabric::{Completion, Landed};
 use kvferry_scenarios::run::{InstanceSettings, ModelGeometry, Run};
-use loads::TrackedLoads;
+use loads::{TrackedBlocks, TrackedLoads};
 use ops::TrackedOps;
-use std::collections::BTreeSet;
+use requests::TrackedRequests;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// An instance as the invariants see it.
 #[derive(Debug)]
@@ -41,6 +42,21 @@ pub(crate) struct TrackedInstance {
     blocks: TrackedBlocks,
 }
 
+impl TrackedInstance {
+    fn new(name: String, spec: &InstanceSettings, incarnation: Option<u32>) -> TrackedInstance {
+        TrackedInstance {
+            name,
+            spec: spec.clone(),
+            role: spec.role,
+            incarnation,
+            alive: incarnation.is_some(),
+            frozen: false,
+            tp: spec.tp,
+            blocks: TrackedBlocks::default(),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct InvariantState {
     /// Counts the observations.
@@ -49,6 +65,7 @@ pub(crate) struct InvariantState {
     model: ModelGeometry,
     loads: TrackedLoads,
     ops: TrackedOps,
+    requests: TrackedRequests,
     /// Instances that were healed and stay connected.
     pub(crate) core: BTreeSet<u16>,
     /// Instances, and ordered pairs, with a fault for good.
@@ -61,32 +78,27 @@ pub(crate) struct InvariantState {
     trust: Nanos,
     /// When everything transient was over.
     pub(crate) healed: Option<Nanos>,
+    /// What each machine said of itself last; at the end, what it is at rest.
+    gauges: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
 impl InvariantState {
     pub(crate) fn new(run: &Run) -> InvariantState {
-        let place = |instance: &kvferry_scenarios::run::InstanceSettings| TrackedInstance {
-            name: instance.name.clone(),
-            spec: instance.clone(),
-            role: instance.role,
-            incarnation: None,
-            alive: false,
-            frozen: false,
-            tp: instance.tp,
-            blocks: TrackedBlocks::default(),
-        };
+        let place = |one: &InstanceSettings| TrackedInstance::new(one.name.clone(), one, None);
         InvariantState {
             seq: 1,
             places: run.instances.iter().map(place).collect(),
             model: run.model.clone(),
             loads: TrackedLoads::default(),
             ops: TrackedOps::new(run.instances.len()),
+            requests: TrackedRequests::default(),
             core: BTreeSet::new(),
             broken: Vec::new(),
             last_hit: Nanos::ZERO,
             last_fault: Nanos::ZERO,
             trust: run.router.config.expiry + run.router.config.stream_grace,
             healed: None,
+            gauges: BTreeMap::new(),
         }
     }
 
@@ -109,7 +121,25 @@ impl InvariantState {
 
     /// True if this is the newest incarnation of its instance, and it may still make a step.
     pub(crate) fn acts(&self, who: SimProcessId) -> bool {
-        self.is_current(who) && self.place(who.instance).is_some_and(|place| !place.frozen)
+        self.is_current(who) && !self.is_frozen(who.instance)
+    }
+
+    /// True for an instance that never makes a step again, though its memory is there.
+    pub(crate) fn is_frozen(&self, instance: u16) -> bool {
+        self.place(instance).is_some_and(|place| place.frozen)
+    }
+
+    /// What a machine said of itself last.
+    pub(crate) fn gauges(&self, who: SimProcessId, part: InstanceMachine) -> Gauges {
+        self.gauges.get(&(who, part)).copied().unwrap_or_default()
+    }
+
+    /// The same of all machines but those that give nothing back because they stand still.
+    pub(crate) fn gauges_at_rest(
+        &self,
+    ) -> impl Iterator<Item = (SimProcessId, InstanceMachine, &Gauges)> {
+        let moves = self.gauges.iter().filter(|((who, _), _)| !self.is_frozen(who.instance));
+        moves.map(|((who, part), gauges)| (*who, *part, gauges))
     }
 
     /// True if two instances, as they are now, can exchange KV.
@@ -202,7 +232,7 @@ impl InvariantState {
         match seen {
             // What lands changes memory, not who owns it.
             Observation::Landed(landing) => self.loads.landed(landing, &self.places),
-            Observation::Submitted(submission) => self.submitted(submission),
+            Observation::Submitted(seen) => self.ops.submitted(seen, self.seq, &mut self.places),
             Observation::Completed { from, op, outcome } => {
                 let settled = match outcome {
                     Completion::Done => None,
@@ -220,6 +250,9 @@ impl InvariantState {
                 self.ops.fenced(*at, *peer, *fence_key, &mut self.places);
             }
             Observation::Void { at } => self.ops.void(*at, &mut self.places),
+            Observation::Gauges { who, part, gauges, .. } => {
+                self.gauges.insert((*who, *part), *gauges);
+            }
             Observation::Faulted { .. } => self.faulted(now),
             Observation::Healed => {
                 self.faulted(now);
@@ -252,7 +285,7 @@ impl InvariantState {
             Observation::FrameSent { from, to, frame: Frame::Data { message, .. } } => {
                 self.message_sent(*from, *to, message);
             }
-            _ => {}
+            _ => self.requests.follow(now, seen),
         }
     }
 
@@ -261,36 +294,17 @@ impl InvariantState {
         self.last_fault = self.last_fault.max(now);
     }
 
-    fn submitted(&mut self, seen: &Submission<'_>) {
-        let push = seen.direction == Direction::Write;
-        let (source, target) =
-            if push { (seen.local, seen.remote) } else { (seen.remote, seen.local) };
-        let holder = if push { seen.peer } else { seen.from };
-        let awaits_quiet = seen.placement == Placement::OnQuiet;
-        let op = TrackedOp::new(seen, self.seq, holder, awaits_quiet);
-        // A reader does not keep its source from being freed: that is what leases are for.
-        let source = if push { source } else { &[] };
-        self.ops.submitted(op, (source, target), &mut self.places);
-    }
-
     fn started(&mut self, who: SimProcessId, spec: &InstanceSettings) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
-        *place = TrackedInstance {
-            name: std::mem::take(&mut place.name),
-            spec: spec.clone(),
-            role: place.role,
-            incarnation: Some(who.incarnation),
-            alive: true,
-            frozen: false,
-            tp: spec.tp,
-            blocks: TrackedBlocks::default(),
-        };
+        let name = std::mem::take(&mut place.name);
+        *place = TrackedInstance::new(name, spec, Some(who.incarnation));
     }
 
     fn crashed(&mut self, who: SimProcessId) {
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
         place.alive = false;
         place.blocks = TrackedBlocks::default();
+        self.gauges.retain(|key, _| key.0 != who);
         self.loads.crashed(who.instance);
         self.ops.crashed(who, &mut self.places);
     }
@@ -298,12 +312,9 @@ impl InvariantState {
     fn change_owner(&mut self, who: SimProcessId, blocks: &[Vec<u32>]) {
         let seq = self.seq;
         let Some(place) = self.places.get_mut(usize::from(who.instance)) else { return };
-        for (group, ids) in blocks.iter().enumerate() {
-            for id in ids {
-                let block = place.blocks.get_mut(BlockRef { group: group as u16, block: *id });
-                block.since = seq;
-                block.load = 0;
-            }
+        for at in BlockRef::all(blocks) {
+            let block = place.blocks.get_mut(at);
+            (block.since, block.load) = (seq, 0);
         }
     }
 

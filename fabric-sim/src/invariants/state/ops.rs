@@ -2,7 +2,7 @@
 
 use super::TrackedInstance;
 use crate::observation::{BlockRef, MemoryRange, SimProcessId, SimRankId, Submission};
-use kvferry_engine::fabric::{QuiesceTicket, SessionId};
+use kvferry_engine::fabric::{Direction, Placement, QuiesceTicket, SessionId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// What an operation moves: what it has in common with other tries to move the same bytes, and with
@@ -48,32 +48,6 @@ pub(crate) struct TrackedOp {
     bytes: u64,
     reads: Vec<BlockRef>,
     writes: Vec<BlockRef>,
-}
-
-impl TrackedOp {
-    pub(super) fn new(
-        seen: &Submission<'_>,
-        seq: u64,
-        target: SimRankId,
-        awaits_quiet: bool,
-    ) -> TrackedOp {
-        TrackedOp {
-            id: seen.op.0,
-            seq,
-            from: seen.from,
-            session: seen.session,
-            fence_key: seen.fence_key,
-            target,
-            awaits_quiet,
-            completed: false,
-            settled: false,
-            reach: seen.reach,
-            remote_at: seen.remote_at,
-            bytes: seen.bytes,
-            reads: Vec::new(),
-            writes: Vec::new(),
-        }
-    }
 }
 
 impl TrackedOp {
@@ -140,23 +114,18 @@ impl TrackedOps {
         }
     }
 
+    /// Where the plane of a rank is.
     #[inline]
-    fn plane(&self, at: SimRankId) -> Option<&PlaneOps> {
+    fn number(&self, at: SimRankId) -> Option<usize> {
         let newest = self.newest.get(usize::from(at.who.instance))?;
-        let found = newest.get(usize::from(at.rank)).copied().flatten();
-        match found.map(|plane| &self.planes[plane as usize]) {
-            Some(plane) if plane.at == at => Some(plane),
-            _ => self.older.get(&at).map(|plane| &self.planes[*plane as usize]),
-        }
+        let newest = newest.get(usize::from(at.rank)).copied().flatten();
+        let found = newest.filter(|plane| self.planes[*plane as usize].at == at);
+        found.or_else(|| self.older.get(&at).copied()).map(|plane| plane as usize)
     }
 
     fn plane_mut(&mut self, at: SimRankId) -> Option<&mut PlaneOps> {
-        let newest = self.newest.get(usize::from(at.who.instance))?;
-        let found = newest.get(usize::from(at.rank)).copied().flatten();
-        match found.filter(|plane| self.planes[*plane as usize].at == at) {
-            Some(plane) => Some(&mut self.planes[plane as usize]),
-            None => self.older.get(&at).map(|plane| &mut self.planes[*plane as usize]),
-        }
+        let number = self.number(at)?;
+        Some(&mut self.planes[number])
     }
 
     fn make_plane(&mut self, at: SimRankId) {
@@ -174,7 +143,7 @@ impl TrackedOps {
     }
 
     fn plane_or_new(&mut self, at: SimRankId) -> Option<&mut PlaneOps> {
-        if self.plane(at).is_none() {
+        if self.number(at).is_none() {
             self.make_plane(at);
         }
         self.plane_mut(at)
@@ -182,7 +151,7 @@ impl TrackedOps {
 
     #[inline]
     pub(super) fn get(&self, from: SimRankId, id: u64) -> Option<&TrackedOp> {
-        let plane = self.plane(from)?;
+        let plane = &self.planes[self.number(from)?];
         plane.find(id).map(|at| &plane.ops[at])
     }
 
@@ -192,10 +161,15 @@ impl TrackedOps {
 
     pub(super) fn submitted(
         &mut self,
-        mut op: TrackedOp,
-        (source, target): (&[BlockRef], &[BlockRef]),
+        seen: &Submission<'_>,
+        seq: u64,
         places: &mut [TrackedInstance],
     ) {
+        // A reader does not keep its source from being freed: that is what leases are for.
+        let (target, read, written) = match seen.direction {
+            Direction::Write => (seen.peer, seen.local, seen.remote),
+            Direction::Read => (seen.from, &[][..], seen.local),
+        };
         let mut keep = |from: &[BlockRef]| {
             let mut list = self.spare.pop().unwrap_or_default();
             list.clear();
@@ -203,10 +177,24 @@ impl TrackedOps {
             list.dedup();
             list
         };
-        (op.reads, op.writes) = (keep(source), keep(target));
-        let from = op.from;
-        let Some(plane) = self.plane_or_new(from) else { return };
-        op.settled = plane.void.contains(&(op.target, op.fence_key));
+        let (reads, writes) = (keep(read), keep(written));
+        let Some(plane) = self.plane_or_new(seen.from) else { return };
+        let op = TrackedOp {
+            id: seen.op.0,
+            seq,
+            from: seen.from,
+            session: seen.session,
+            fence_key: seen.fence_key,
+            target,
+            awaits_quiet: seen.placement == Placement::OnQuiet,
+            completed: false,
+            settled: plane.void.contains(&(target, seen.fence_key)),
+            reach: seen.reach,
+            remote_at: seen.remote_at,
+            bytes: seen.bytes,
+            reads,
+            writes,
+        };
         if !op.settled {
             count(&op, places, |count| count + 1);
         }

@@ -1,10 +1,17 @@
-//! Which engines can exchange KV at all.
+//! What instances and their data planes can do: who can exchange KV at all, how much a plane takes,
+//! how soon the parts of a process host hear one another.
 
 use kvferry_engine::core::layout::{self, RankLayout};
 use kvferry_engine::core::message::Role;
-use kvferry_engine::fabric::{Address, RegionDesc};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
+    Address, Caps, Credits, FenceScope, Placement, PlaneTimeouts, RegionDesc,
+};
 use kvferry_scenarios::geometry::{geometry, rank_memory};
-use kvferry_scenarios::run::{InstanceSettings, ModelGeometry};
+use kvferry_scenarios::run::{FabricLimits, InstanceSettings, ModelGeometry};
+
+/// Latency between the parts of one process host: core, transfer actors, engine.
+pub(crate) const LOCAL: Nanos = Nanos(2_000);
 
 /// True if the router may pair two instances and their hello is not refused, by the rule that the
 /// engines themselves apply.
@@ -30,6 +37,27 @@ fn layouts(model: &ModelGeometry, spec: &InstanceSettings) -> Vec<RankLayout> {
         layers: memory.layers.clone(),
     };
     (0..spec.tp).map(layout).collect()
+}
+
+/// What a data plane can do; limits that the scenario does not set are those of a NIC with room for
+/// more than any test needs.
+pub(crate) fn caps(placement: Placement, limits: &FabricLimits) -> Caps {
+    let credits = |operations: u32, ranges: Option<u32>, bytes: Option<u64>| Credits {
+        operations,
+        ranges: ranges.map_or(u64::MAX, u64::from),
+        bytes: bytes.unwrap_or(u64::MAX),
+    };
+    let of_peer = limits.operations_per_peer.unwrap_or(u32::MAX);
+    Caps {
+        read: true,
+        write: true,
+        slices_max: limits.slices_max.unwrap_or(65_536),
+        per_peer: credits(of_peer, limits.ranges_per_peer, limits.bytes_per_peer),
+        in_all: credits(limits.operations_max.unwrap_or(1024), limits.ranges_max, limits.bytes_max),
+        placement,
+        fence: FenceScope::Peer,
+        patience: PlaneTimeouts::default(),
+    }
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ pub mod trace;
 mod value;
 
 pub use bundled::{BUNDLED, bundled};
-pub use error::{ScenarioError, nearest};
+pub use error::ScenarioError;
 pub use lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
 pub use parse::{FaultFile, FaultSchema, Opportunity, Scenario, load, load_with_trace, parse};
 pub use run::Run;

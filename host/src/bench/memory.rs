@@ -1,11 +1,10 @@
 //! The memory of a side, and bytes in it that can be told from others.
 
 use super::args::BenchPlan;
-use crate::plane::PlaneConfig;
+use crate::instance::PlaneConfig;
 use kvferry_engine::fabric::Memory;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use kvferry_fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
-use kvferry_scenarios::decide::mix;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -116,6 +115,14 @@ impl BenchMemory {
         }
         Ok(None)
     }
+}
+
+/// A number of a seed and a place, whose bits look drawn: a round of splitmix64.
+const fn mix(seed: u64, word: u64) -> u64 {
+    let mut z = (seed ^ word).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 /// The bytes that belong to a place onwards: each eight of them are a number of their own.

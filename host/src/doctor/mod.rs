@@ -11,14 +11,12 @@ mod peer;
 mod ports;
 
 pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
-pub(crate) use ports::remedy;
 
-use crate::bench::{seconds, settings};
-use crate::exit::{CommandError, Exit, UNFIT};
-use crate::serve::FabricArg;
+use crate::instance::{BackendArg, FabricArg, mori_settings};
+use crate::process::{CommandError, Exit, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs};
 use clap::{Args, ValueEnum};
-use kvferry_fabric_mori::{MoriBackend, MoriConfig};
+use kvferry_fabric_mori::MoriConfig;
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -32,13 +30,6 @@ const LOOPBACK: &str = "127.0.0.1";
 pub(crate) enum KvMemoryArg {
     File,
     Private,
-}
-
-/// A backend of MoRI.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BackendArg {
-    Rdma,
-    Xgmi,
 }
 
 /// Arguments of `doctor`.
@@ -184,23 +175,23 @@ impl DoctorArgs {
         }
         let config = match &self.mori {
             Some(_) if !is_mori => Err("--mori is for --fabric mori".to_owned()),
-            Some(text) => settings(text).map_err(|why| format!("--mori {text}: {why}")),
+            Some(text) => mori_settings(text).map_err(|why| format!("--mori {text}: {why}")),
             None => Ok(MoriConfig::default()),
         };
-        let backend = match self.backend {
-            BackendArg::Rdma => MoriBackend::Rdma,
-            BackendArg::Xgmi => MoriBackend::Xgmi,
-        };
         let host = self.host_ip.clone();
-        Ok(MoriConfig { backend, host, ..config.map_err(CommandError::Input)? })
+        Ok(MoriConfig {
+            backend: self.backend.into(),
+            host,
+            ..config.map_err(CommandError::Input)?
+        })
     }
 }
 
-/// Checks the machine; the exit code.
+/// Checks the machine.
 ///
 /// # Errors
 /// Arguments that do not go together, output that cannot be written.
-pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, CommandError> {
+pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let plan = args.plan()?;
     let mut is_fit = true;
     for check in checks(args, &plan, &SystemRoots::of_machine()) {
@@ -214,7 +205,7 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, Comm
         is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
-    Ok(if is_fit { Exit::Held.code() } else { UNFIT })
+    Ok(if is_fit { Exit::HELD } else { Exit::UNFIT })
 }
 
 fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), CommandError> {

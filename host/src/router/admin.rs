@@ -5,7 +5,7 @@ use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::pool::ConnectionPool;
-use crate::scrape;
+use crate::instance::scrape;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::Full;

@@ -1,6 +1,6 @@
 //! Arguments of `kvferry router`.
 
-use crate::logs::LogArgs;
+use crate::process::logs::LogArgs;
 use clap::Args;
 
 /// Arguments of `router`.

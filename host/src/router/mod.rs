@@ -34,9 +34,7 @@ use self::http_adapter::{HttpAdapter, MAILBOX};
 use self::metrics::RouterMetrics;
 use self::pool::ConnectionPool;
 use self::settings::{HttpLimits, HttpSettings};
-use crate::exit::{CommandError, Exit};
-use crate::logs;
-use crate::signals::ShutdownSignals;
+use crate::process::{CommandError, Exit, ShutdownSignals, logs};
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
@@ -76,7 +74,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, http, &discovery, out)?;
     actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 fn announce(

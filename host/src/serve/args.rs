@@ -1,9 +1,9 @@
 //! What an instance is told on the command line.
 
-use crate::exit::CommandError;
-use crate::limits::{Overrides, ProtocolLimits};
-use crate::logs::LogArgs;
-use crate::sidecar::config::limits_given;
+use crate::instance::limits::limits_given;
+use crate::instance::{FabricArg, Overrides, ProtocolLimits};
+use crate::process::CommandError;
+use crate::process::logs::LogArgs;
 use clap::{Args, ValueEnum};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
@@ -27,24 +27,6 @@ pub(crate) enum RoleArg {
 pub(crate) enum ModeArg {
     Push,
     Pull,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FabricArg {
-    /// Memory of this host, TCP between hosts
-    Host,
-    /// RDMA by ROCm's MoRI-IO
-    Mori,
-}
-
-impl FabricArg {
-    /// As the option has it.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            FabricArg::Host => "host",
-            FabricArg::Mori => "mori",
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

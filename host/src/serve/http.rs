@@ -3,8 +3,7 @@
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
 use super::openai::{CompletionRequest, CompletionResponse, failed};
-use crate::legs::InstanceIdentity;
-use crate::scrape;
+use crate::instance::{InstanceIdentity, scrape};
 use actix::Addr;
 use axum::Json;
 use axum::body::Bytes;

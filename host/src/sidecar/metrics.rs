@@ -3,8 +3,9 @@
 use super::gateway::GatewayActor;
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
-use crate::meters::{CounterSource, InputCollector, PATHS, PlaneCollector, PlaneCounters};
-use crate::scrape;
+use crate::instance::{
+    CounterSource, InputCollector, PATHS, PlaneCollector, PlaneCounters, scrape,
+};
 use actix::{Addr, Message};
 use axum::extract::State;
 use axum::http::StatusCode;

@@ -1,12 +1,13 @@
 //! What a transfer actor is started with, in its host or in its worker.
 
+#[cfg(feature = "simulator")]
 use super::fault_injector::with_faults;
-use crate::instance_setup::RankSetup;
-use crate::meters::PlaneMeter;
-use crate::plane::{PlaneConfig, StartedPlane};
+use crate::instance::{PlaneConfig, PlaneMeter, RankSetup, StartedPlane};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::layout::LayerLayout;
 use kvferry_engine::core::transfer::TransferSettings;
+#[cfg(not(feature = "simulator"))]
+use kvferry_engine::fabric::DataPlane;
 use kvferry_engine::fabric::Memory;
 use kvferry_fabric_mori::DeviceEvents;
 use serde::{Deserialize, Serialize};
@@ -27,7 +28,7 @@ pub struct RankPlan {
     /// Where its layers lie in that.
     pub layers: Vec<LayerLayout>,
     /// Times and limits of its transfer actor, see
-    /// [`Limits::operations`](crate::limits::ProtocolLimits).
+    /// [`Limits::operations`](crate::instance::ProtocolLimits).
     #[serde(default)]
     pub operations: TransferSettings,
 }
@@ -51,5 +52,19 @@ impl RankPlan {
         let kv = (self.memory, self.layers);
         let parts = RankSetup::new(&self.core, self.rank, plane, kv, self.operations);
         Ok(SidecarRank { parts, meter, events })
+    }
+}
+
+/// The plane as it is.
+///
+/// # Errors
+/// Faults are asked for: what injects them comes with the simulator.
+#[cfg(not(feature = "simulator"))]
+fn with_faults(plane: Box<dyn DataPlane>) -> Result<Box<dyn DataPlane>, String> {
+    match std::env::var_os("KVFERRY_FAULTS") {
+        None => Ok(plane),
+        Some(_) => Err("KVFERRY_FAULTS is set, and this kvferry was built without the simulator, \
+            which injects faults; unset it, or use one that was built with its default features"
+            .into()),
     }
 }

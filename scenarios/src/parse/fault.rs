@@ -5,7 +5,7 @@ use super::topology::or;
 use super::workload::probability;
 use crate::decide::{DecisionKey, below, chance, kind, mix, within};
 use crate::doc::{FileName, TomlSection};
-use crate::error::{ScenarioError, nearest};
+use crate::error::ScenarioError;
 use crate::lists::{FaultKind, MessageName, TriggerEvent};
 use crate::run::{
     FaultTrigger, InjectedFault, InstanceSettings, MemoryLayout, PartitionDirection, RaceOrder,
@@ -14,6 +14,7 @@ use crate::value::{Distribution, InstanceName, Probability, named_values};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::Role;
+use kvferry_engine::text::nearest;
 
 named_values! {
     PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;

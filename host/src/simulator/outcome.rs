@@ -1,10 +1,11 @@
 //! What came out of one run.
 
-use crate::exit::Exit;
 use kvferry_engine::core::Nanos;
 use kvferry_scenarios::FaultKind;
 use kvferry_sim::faults::CoveragePhase;
-use kvferry_sim::world::{FULL, OperationTotals, Percentiles, RunReport, SaturatedLink};
+use kvferry_sim::world::{
+    FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -16,11 +17,11 @@ pub(crate) struct RunOutcome {
     /// Seed of the run.
     pub(crate) seed: u64,
     /// How the run went.
-    pub(crate) verdict: Exit,
+    pub(crate) verdict: RunVerdict,
     /// How that compares to what the scenario expects: held if it is just that.
     #[serde(skip)]
-    pub(crate) exit: Exit,
-    /// Exit code of this scenario.
+    pub(crate) exit: RunVerdict,
+    /// RunVerdict code of this scenario.
     #[serde(rename = "exit")]
     pub(crate) code: u8,
     /// Instances that were healed for the liveness phase and stayed connected.
@@ -128,8 +129,8 @@ impl RunOutcome {
         RunOutcome {
             scenario: run.name.clone(),
             seed: run.seed,
-            verdict: Exit::Held,
-            exit: Exit::Held,
+            verdict: RunVerdict::Held,
+            exit: RunVerdict::Held,
             code: 0,
             core: Vec::new(),
             requests,
@@ -211,7 +212,7 @@ impl RunOutcome {
     }
 
     /// Something is wrong; the worst verdict stays.
-    pub(crate) fn violate(&mut self, verdict: Exit, text: String) {
+    pub(crate) fn violate(&mut self, verdict: RunVerdict, text: String) {
         self.verdict = self.verdict.max(verdict);
         self.violation_count += 1;
         self.violations.push(text);
@@ -220,11 +221,11 @@ impl RunOutcome {
     /// Compares the verdict with the exit code that the scenario expects.
     pub(crate) fn judge(&mut self, expected: u8) {
         self.exit = match self.verdict {
-            verdict if verdict.code() == expected => Exit::Held,
-            Exit::Held => {
+            verdict if verdict.code() == expected => RunVerdict::Held,
+            RunVerdict::Held => {
                 self.violation_count += 1;
                 self.violations.push(format!("everything held, but exit {expected} is expected"));
-                Exit::Correctness
+                RunVerdict::Correctness
             }
             verdict => verdict,
         };

@@ -8,7 +8,7 @@ use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::TransferSettings;
-use kvferry_scenarios::nearest;
+use kvferry_engine::text::nearest;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -224,6 +224,16 @@ impl Overrides {
         let given: Map<String, Value> = given.collect();
         T::deserialize(Value::Object(given)).map_err(|why| format!("{table}: {why}"))
     }
+}
+
+/// Times and limits as options and variables have them.
+///
+/// # Errors
+/// The key and its value, and what there may be.
+pub(crate) fn limits_given(text: &str) -> Result<Overrides, String> {
+    let mut given = Overrides::default();
+    given.assign(text)?;
+    Ok(given)
 }
 
 impl ProtocolLimits {

@@ -1,6 +1,6 @@
 //! What data planes count, in the format of Prometheus.
 
-use crate::sync::lock;
+use crate::process::lock;
 use kvferry_engine::actors::input_counts;
 use kvferry_fabric_host::{DataPath, PathCount};
 use kvferry_fabric_mori::MoriBackend;

@@ -15,7 +15,8 @@ pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 use crate::instance::{BackendArg, FabricArg, mori_settings};
 use crate::process::{CommandError, Exit, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs};
-use clap::{Args, ValueEnum};
+use crate::sidecar::settings::KvMemory;
+use clap::Args;
 use kvferry_fabric_mori::MoriConfig;
 use serde::Serialize;
 use std::io::Write;
@@ -24,13 +25,6 @@ use std::time::Duration;
 
 /// The address of a server that only this machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
-
-/// Where the KV cache of a server lies, as in `kv_connector_extra_config`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum KvMemoryArg {
-    File,
-    Private,
-}
 
 /// Arguments of `doctor`.
 #[derive(Clone, Debug, Args)]
@@ -56,7 +50,7 @@ pub(crate) struct DoctorArgs {
     /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory
     /// attach
     #[arg(long, value_name = "WHERE", default_value = "file")]
-    pub(crate) kv_memory: KvMemoryArg,
+    pub(crate) kv_memory: KvMemory,
     /// Also try this fabric: mori, for the backends mori-rdma and mori-xgmi, between two processes
     /// that move bytes by it
     #[arg(long, value_name = "FABRIC", default_value = "host")]

@@ -51,7 +51,9 @@ struct LimitKey {
     kind: FieldKind,
 }
 
-fn table_of<T: Serialize + Default>(table: &'static str) -> impl Iterator<Item = LimitKey> {
+fn table_of<T: Serialize + DeserializeOwned + Default>(
+    table: &'static str,
+) -> impl Iterator<Item = LimitKey> {
     fields(&T::default()).into_iter().map(move |(field, kind)| {
         let unit = if matches!(kind, FieldKind::Time(_)) { "_ms" } else { "" };
         LimitKey { table, name: format!("{field}{unit}"), field, kind }

@@ -10,7 +10,6 @@ pub mod limits;
 mod listeners;
 mod meters;
 mod plane;
-pub(crate) mod scrape;
 mod setup;
 
 pub(crate) use fabric_args::{BackendArg, FabricArg, mori_settings};
@@ -19,7 +18,10 @@ pub(crate) use legs::InstanceIdentity;
 pub use limits::{Overrides, ProtocolLimits};
 pub(crate) use listeners::{ControlListeners, ListenAddresses, remedy};
 pub use meters::{BackendCounts, PATHS, PlaneCounters};
-pub(crate) use meters::{CounterSource, InputCollector, PlaneCollector, PlaneMeter};
+pub(crate) use meters::{
+    CounterSource, InputCollector, PlaneCollector, PlaneMeter, metrics_answer, metrics_page,
+    metrics_text,
+};
 pub use plane::PlaneConfig;
 pub(crate) use plane::StartedPlane;
 pub(crate) use setup::{RankSetup, log_refusal, log_router, log_violation};

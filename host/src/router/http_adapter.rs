@@ -2,6 +2,7 @@
 //! legs, and what becomes of them into news for the core and answers for the clients.
 
 use super::api::GenerationRequest;
+use super::args::HttpSettings;
 use super::error::HttpError;
 use super::leg::{
     self, DP_RANK, HttpLegRequest, JSON, LegError, LegResult, REQUEST_ID, ResponseHead,
@@ -12,7 +13,6 @@ use super::params::{self, TransferUid};
 use super::pool::{ConnectionPool, PooledBody};
 use super::probe;
 use super::relay::{StreamEnd, StreamRelay};
-use super::settings::HttpSettings;
 use crate::instance::{ReportedFailure, find_failure};
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;

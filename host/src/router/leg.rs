@@ -1,8 +1,8 @@
 //! One leg: a request to an instance, and what becomes of it.
 
+use super::args::HttpLimits;
 use super::error::HttpError;
 use super::pool::{ConnectionPool, PooledBody};
-use super::settings::HttpLimits;
 use super::sse;
 use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;

@@ -9,7 +9,7 @@ use super::spec::{ServingEngine, ServingWorker};
 use super::start::{self, StartedEngine};
 use super::transfer_log::{KEPT, TransferLog};
 use crate::instance::{
-    InstanceIdentity, PlaneCounters, log_refusal, log_router, log_violation, scrape,
+    InstanceIdentity, PlaneCounters, log_refusal, log_router, log_violation, metrics_text,
 };
 use actix::{AsyncContext, Handler, Message};
 use kvferry_engine::actors::{
@@ -553,7 +553,7 @@ impl Handler<Scrape> for GatewayActor {
             Some(ActiveEngine { records, metrics, .. }) => {
                 metrics.page(records.open(), &instance.gauges())
             }
-            None => scrape::encode(&Registry::default()),
+            None => metrics_text(&Registry::default()),
         }
     }
 }

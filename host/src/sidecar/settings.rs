@@ -2,6 +2,7 @@
 
 use crate::instance::limits::{self, Overrides};
 use crate::instance::{ListenAddresses, PlaneConfig};
+use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::text::nearest;
@@ -24,7 +25,7 @@ pub enum TransferBackend {
 }
 
 /// Where the KV cache of a worker without a GPU lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum KvMemory {
     /// In a memory file, which hosts map.
     File,

@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The result of one run, as it is printed in JSON.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct RunOutcome {
     /// Name of the scenario.
     pub(crate) scenario: String,
@@ -129,40 +129,12 @@ impl RunOutcome {
         RunOutcome {
             scenario: run.name.clone(),
             seed: run.seed,
-            verdict: RunVerdict::Held,
-            exit: RunVerdict::Held,
-            code: 0,
-            core: Vec::new(),
             requests,
-            finished: 0,
-            failed: 0,
             unknown: requests,
-            recomputed: 0,
-            failed_causes: BTreeMap::new(),
-            recomputed_causes: BTreeMap::new(),
-            violations: Vec::new(),
-            violation_count: 0,
-            left: None,
-            trace_hash: String::new(),
-            events: 0,
-            sim_seconds: 0.0,
-            wall_seconds: 0.0,
-            ttft: None,
-            transfer: None,
-            bytes_moved: 0,
-            link_utilisation: 0.0,
-            full_links: Vec::new(),
-            operations: OperationTotals::default(),
-            peak_blocks: 0,
-            peak_quarantined: 0,
-            faults: BTreeMap::new(),
             shaped: run.shaped.clone(),
             tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), false)).collect(),
-            never_hit: Vec::new(),
-            unmet: false,
-            coverage: BTreeMap::new(),
-            skipped: Vec::new(),
             repeat,
+            ..RunOutcome::default()
         }
     }
 

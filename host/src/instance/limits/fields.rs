@@ -1,9 +1,13 @@
-//! Names, kinds and values of the fields of a settings struct, as it serializes them.
+//! Names, kinds and values of the fields of a settings struct, as it deserializes them.
 
 use kvferry_engine::core::time::Nanos;
 use serde::de::value::Error;
-use serde::ser::{Error as _, Impossible, SerializeStruct};
-use serde::{Serialize, Serializer};
+use serde::de::{
+    DeserializeOwned, DeserializeSeed, Deserializer, Error as _, IntoDeserializer, MapAccess,
+    Visitor,
+};
+use serde::{Serialize, forward_to_deserialize_any};
+use serde_json::Value;
 
 /// What a field holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,196 +20,121 @@ pub(super) enum FieldKind {
     Flag(bool),
 }
 
+type Fields = Vec<(&'static str, FieldKind)>;
+
 /// The fields of a struct of times, numbers and flags, in their order.
 ///
 /// # Panics
 /// If it is no struct, or has a field of another kind, which then needs a kind here.
-pub(super) fn fields(settings: &impl Serialize) -> Vec<(&'static str, FieldKind)> {
-    settings.serialize(StructSerializer(Vec::new())).expect("a struct of times, numbers and flags")
+pub(super) fn fields<T: Serialize + DeserializeOwned>(settings: &T) -> Fields {
+    let values = serde_json::to_value(settings).expect("times, numbers and flags");
+    let mut found = Fields::new();
+    let reader = StructReader { names: &[], values: &values, found: &mut found };
+    T::deserialize(reader).expect("a struct of times, numbers and flags");
+    found
 }
 
-/// What a serializer refuses: all types of no argument but `self`, and those with a value.
-macro_rules! refuse {
-    ($($name:ident($($argument:ty),*);)*) => {
-        $(fn $name(self $(, _: $argument)*) -> Result<Self::Ok, Error> {
-            Err(Error::custom(stringify!($name)))
-        })*
-    };
+/// Reads a struct from its own values, and notes what it asks for.
+struct StructReader<'a> {
+    /// Fields that it has not read yet.
+    names: &'static [&'static str],
+    values: &'a Value,
+    found: &'a mut Fields,
 }
 
-macro_rules! refuse_compounds {
-    () => {
-        type Error = Error;
-        type SerializeSeq = Impossible<Self::Ok, Error>;
-        type SerializeTuple = Impossible<Self::Ok, Error>;
-        type SerializeTupleStruct = Impossible<Self::Ok, Error>;
-        type SerializeTupleVariant = Impossible<Self::Ok, Error>;
-        type SerializeMap = Impossible<Self::Ok, Error>;
-        type SerializeStructVariant = Impossible<Self::Ok, Error>;
-
-        refuse! {
-            serialize_i8(i8);
-            serialize_i16(i16);
-            serialize_i32(i32);
-            serialize_i64(i64);
-            serialize_f32(f32);
-            serialize_f64(f64);
-            serialize_char(char);
-            serialize_str(&str);
-            serialize_bytes(&[u8]);
-            serialize_none();
-            serialize_unit();
-            serialize_unit_struct(&'static str);
-            serialize_unit_variant(&'static str, u32, &'static str);
-        }
-
-        fn serialize_some<T: Serialize + ?Sized>(self, _: &T) -> Result<Self::Ok, Error> {
-            Err(Error::custom("some"))
-        }
-
-        fn serialize_newtype_variant<T: Serialize + ?Sized>(
-            self,
-            _: &'static str,
-            _: u32,
-            _: &'static str,
-            _: &T,
-        ) -> Result<Self::Ok, Error> {
-            Err(Error::custom("a variant"))
-        }
-
-        fn serialize_seq(self, _: Option<usize>) -> Result<Self::SerializeSeq, Error> {
-            Err(Error::custom("a sequence"))
-        }
-
-        fn serialize_tuple(self, _: usize) -> Result<Self::SerializeTuple, Error> {
-            Err(Error::custom("a tuple"))
-        }
-
-        fn serialize_tuple_struct(
-            self,
-            _: &'static str,
-            _: usize,
-        ) -> Result<Self::SerializeTupleStruct, Error> {
-            Err(Error::custom("a tuple"))
-        }
-
-        fn serialize_tuple_variant(
-            self,
-            _: &'static str,
-            _: u32,
-            _: &'static str,
-            _: usize,
-        ) -> Result<Self::SerializeTupleVariant, Error> {
-            Err(Error::custom("a variant"))
-        }
-
-        fn serialize_map(self, _: Option<usize>) -> Result<Self::SerializeMap, Error> {
-            Err(Error::custom("a map"))
-        }
-
-        fn serialize_struct_variant(
-            self,
-            _: &'static str,
-            _: u32,
-            _: &'static str,
-            _: usize,
-        ) -> Result<Self::SerializeStructVariant, Error> {
-            Err(Error::custom("a variant"))
-        }
-    };
-}
-
-struct StructSerializer(Vec<(&'static str, FieldKind)>);
-
-impl Serializer for StructSerializer {
-    type Ok = Vec<(&'static str, FieldKind)>;
-    type SerializeStruct = StructSerializer;
-
-    refuse_compounds!();
-
-    refuse! {
-        serialize_bool(bool);
-        serialize_u8(u8);
-        serialize_u16(u16);
-        serialize_u32(u32);
-        serialize_u64(u64);
-    }
-
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(
-        self,
-        _: &'static str,
-        value: &T,
-    ) -> Result<Self::Ok, Error> {
-        value.serialize(self)
-    }
-
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<StructSerializer, Error> {
-        Ok(self)
-    }
-}
-
-impl SerializeStruct for StructSerializer {
-    type Ok = Vec<(&'static str, FieldKind)>;
+impl<'de> Deserializer<'de> for StructReader<'_> {
     type Error = Error;
 
-    fn serialize_field<T: Serialize + ?Sized>(
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        Err(Error::custom("it is no struct"))
+    }
+
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        names: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Error> {
+        visitor.visit_map(StructReader { names, ..self })
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf option unit
+        unit_struct newtype_struct seq tuple tuple_struct map enum identifier ignored_any
+    }
+}
+
+impl<'de> MapAccess<'de> for StructReader<'_> {
+    type Error = Error;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(
         &mut self,
-        name: &'static str,
-        value: &T,
-    ) -> Result<(), Error> {
-        self.0.push((name, value.serialize(FieldSerializer)?));
-        Ok(())
+        key: K,
+    ) -> Result<Option<K::Value>, Error> {
+        let next = self.names.first().map(|name| key.deserialize(name.into_deserializer()));
+        next.transpose()
     }
 
-    fn end(self) -> Result<Self::Ok, Error> {
-        Ok(self.0)
+    fn next_value_seed<V: DeserializeSeed<'de>>(&mut self, value: V) -> Result<V::Value, Error> {
+        let (name, rest) = self.names.split_first().expect("its key was read");
+        self.names = rest;
+        let given = &self.values[*name];
+        value.deserialize(FieldReader { name, given, is_time: false, found: self.found })
     }
 }
 
-struct FieldSerializer;
-
-fn number<T: Into<u64>>(value: T, most: T) -> Result<FieldKind, Error> {
-    Ok(FieldKind::Number { value: value.into(), most: most.into() })
+struct FieldReader<'a> {
+    name: &'static str,
+    given: &'a Value,
+    /// It is inside of a [`Nanos`].
+    is_time: bool,
+    found: &'a mut Fields,
 }
 
-impl Serializer for FieldSerializer {
-    type Ok = FieldKind;
-    type SerializeStruct = Impossible<FieldKind, Error>;
+macro_rules! read_numbers {
+    ($($read:ident: $number:ty, $visit:ident;)*) => {$(
+        fn $read<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+            let value = self.given.as_u64().ok_or_else(|| Error::custom(self.name))?;
+            let kind = match self.is_time {
+                true => FieldKind::Time(Nanos(value)),
+                false => FieldKind::Number { value, most: <$number>::MAX.into() },
+            };
+            self.found.push((self.name, kind));
+            visitor.$visit(value as $number)
+        }
+    )*};
+}
 
-    refuse_compounds!();
+impl<'de> Deserializer<'de> for FieldReader<'_> {
+    type Error = Error;
 
-    fn serialize_bool(self, flag: bool) -> Result<FieldKind, Error> {
-        Ok(FieldKind::Flag(flag))
+    fn deserialize_any<V: Visitor<'de>>(self, _: V) -> Result<V::Value, Error> {
+        Err(Error::custom(format_args!("{} is no time, number or flag", self.name)))
     }
 
-    fn serialize_u8(self, value: u8) -> Result<FieldKind, Error> {
-        number(value, u8::MAX)
+    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
+        let flag = self.given.as_bool().ok_or_else(|| Error::custom(self.name))?;
+        self.found.push((self.name, FieldKind::Flag(flag)));
+        visitor.visit_bool(flag)
     }
 
-    fn serialize_u16(self, value: u16) -> Result<FieldKind, Error> {
-        number(value, u16::MAX)
-    }
-
-    fn serialize_u32(self, value: u32) -> Result<FieldKind, Error> {
-        number(value, u32::MAX)
-    }
-
-    fn serialize_u64(self, value: u64) -> Result<FieldKind, Error> {
-        number(value, u64::MAX)
-    }
-
-    fn serialize_newtype_struct<T: Serialize + ?Sized>(
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
         self,
         name: &'static str,
-        value: &T,
-    ) -> Result<FieldKind, Error> {
-        match (name, value.serialize(FieldSerializer)?) {
-            ("Nanos", FieldKind::Number { value, .. }) => Ok(FieldKind::Time(Nanos(value))),
-            (_, kind) => Ok(kind),
-        }
+        visitor: V,
+    ) -> Result<V::Value, Error> {
+        visitor.visit_newtype_struct(FieldReader { is_time: name == "Nanos", ..self })
     }
 
-    fn serialize_struct(self, _: &'static str, _: usize) -> Result<Self::SerializeStruct, Error> {
-        Err(Error::custom("a struct"))
+    read_numbers! {
+        deserialize_u8: u8, visit_u8;
+        deserialize_u16: u16, visit_u16;
+        deserialize_u32: u32, visit_u32;
+        deserialize_u64: u64, visit_u64;
+    }
+
+    forward_to_deserialize_any! {
+        i8 i16 i32 i64 i128 u128 f32 f64 char str string bytes byte_buf option unit unit_struct seq
+        tuple tuple_struct map struct enum identifier ignored_any
     }
 }

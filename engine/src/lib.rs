@@ -19,3 +19,5 @@ pub mod core;
 pub mod effects;
 #[warn(missing_docs)]
 pub mod fabric;
+#[warn(missing_docs)]
+pub mod text;

@@ -1,6 +1,6 @@
 //! The actors do what the cores do: the same trace, whichever of the two is simulated.
 
-use kvferry::actor_simulation;
+use kvferry::simulator::actors;
 use kvferry_scenarios::Scenario;
 use kvferry_sim::world::{self, SimOptions};
 use std::path::{Path, PathBuf};
@@ -28,7 +28,7 @@ fn load(path: &Path) -> Scenario {
 fn compare(scenario: &Scenario, seed: u64) {
     let run = scenario.draw(seed).unwrap_or_else(|error| panic!("{error}"));
     let options = SimOptions { check: false, ..SimOptions::default() };
-    let (cores, actors) = (world::run(&run, options), actor_simulation::run(&run, options));
+    let (cores, actors) = (world::run(&run, options), actors::run(&run, options));
     let name = scenario.name();
     assert!(cores.events > 0, "{name}: nothing happened");
     assert_eq!(cores.trace_hash, actors.trace_hash, "{name} seed {seed}: the traces differ");

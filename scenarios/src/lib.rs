@@ -13,7 +13,7 @@ pub mod preset;
 pub mod run;
 pub mod trace;
 
-pub use kvferry_faults::{FaultSchema, Opportunity, ScenarioError, decide, nearest};
+pub use kvferry_faults::{FaultSchema, Opportunity, ScenarioError, decide};
 use kvferry_faults::{doc, value};
 
 pub use bundled::{BUNDLED, bundled};

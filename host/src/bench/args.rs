@@ -1,25 +1,13 @@
 //! What `bench` is told on the command line.
 
-use crate::doctor::BackendArg;
-use crate::exit::CommandError;
-use crate::plane::PlaneConfig;
+use crate::instance::{BackendArg, FabricArg, PlaneConfig, mori_settings};
+use crate::process::{CommandError, name, seconds};
 use clap::{Args, ValueEnum};
 use kvferry_engine::fabric::Direction;
 use kvferry_fabric_host::HostConfig;
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
-use serde::Deserialize;
-use serde_json::Value;
 use std::net::IpAddr;
 use std::time::Duration;
-
-/// What moves the bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchFabricArg {
-    /// Memory of this host, TCP between hosts
-    Host,
-    /// RDMA or xGMI by ROCm's MoRI-IO
-    Mori,
-}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum DirectionArg {
@@ -35,7 +23,7 @@ pub(crate) enum DirectionArg {
 pub(crate) struct BenchArgs {
     /// What moves the bytes
     #[arg(long, value_name = "FABRIC", default_value = "host")]
-    pub(super) fabric: BenchFabricArg,
+    pub(super) fabric: FabricArg,
     /// Backend of MoRI; rdma if not given
     #[arg(long, value_name = "BACKEND")]
     pub(super) backend: Option<BackendArg>,
@@ -105,21 +93,13 @@ pub(super) struct BenchPlan {
     pub(super) patience: Duration,
 }
 
-/// Settings of MoRI that are this command's, and the arguments that give them.
-const OTHERWISE: [(&str, &str); 4] = [
-    ("backend", "--backend"),
-    ("host", "--host-ip"),
-    ("key", "nothing, it is `kvferry-bench`"),
-    ("devices", "the environment, by KVFERRY_MORI_WITHOUT_DEVICES"),
-];
-
 impl BenchArgs {
     /// # Errors
     /// Arguments that do not go together, or settings that cannot be.
     pub(super) fn plan(&self) -> Result<BenchPlan, CommandError> {
         let plane = match self.fabric {
-            BenchFabricArg::Host => self.host_plane(),
-            BenchFabricArg::Mori => self.mori_plane(),
+            FabricArg::Host => self.host_plane(),
+            FabricArg::Mori => self.mori_plane(),
         };
         let plane = plane.map_err(CommandError::Input)?;
         Ok(BenchPlan { plane, device: self.device, memory: self.memory, patience: self.timeout })
@@ -138,10 +118,7 @@ impl BenchArgs {
     }
 
     fn mori_plane(&self) -> Result<PlaneConfig, String> {
-        let backend = match self.backend {
-            None | Some(BackendArg::Rdma) => MoriBackend::Rdma,
-            Some(BackendArg::Xgmi) => MoriBackend::Xgmi,
-        };
+        let backend = self.backend.map_or(MoriBackend::Rdma, MoriBackend::from);
         if backend == MoriBackend::Xgmi && self.device.is_none() {
             return Err(
                 "--backend xgmi copies between GPUs and takes no memory of the host: give \
@@ -150,7 +127,7 @@ impl BenchArgs {
             );
         }
         let config = match &self.mori {
-            Some(text) => settings(text).map_err(|why| format!("--mori {text}: {why}"))?,
+            Some(text) => mori_settings(text).map_err(|why| format!("--mori {text}: {why}"))?,
             None => MoriConfig::default(),
         };
         config.check().map_err(|why| format!("--mori: {why}"))?;
@@ -200,24 +177,6 @@ impl BenchArgs {
     }
 }
 
-/// As the command line has it.
-pub(crate) fn name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
-}
-
-/// Settings of MoRI that are not given otherwise.
-pub(crate) fn settings(text: &str) -> Result<MoriConfig, String> {
-    let value: Value = serde_json::from_str(text).map_err(|why| why.to_string())?;
-    if !value.is_object() {
-        return Err("it is no object, such as {\"qp_per_transfer\": 4}".into());
-    }
-    let known = OTHERWISE.iter().find(|(key, _)| value.get(key).is_some());
-    if let Some((key, by)) = known {
-        return Err(format!("{key} is given by {by}"));
-    }
-    MoriConfig::deserialize(&value).map_err(|why| why.to_string())
-}
-
 /// Bytes of an argument such as 64K.
 fn bytes(text: &str) -> Result<u64, String> {
     let wrong =
@@ -231,15 +190,6 @@ fn bytes(text: &str) -> Result<u64, String> {
     };
     let number: u64 = digits.parse().map_err(|_| wrong())?;
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(wrong)
-}
-
-/// Seconds of an argument such as 0.5.
-pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
-    match seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
-        true => Ok(Duration::from_secs_f64(seconds)),
-        false => Err(format!("{text} is not from 0.001 to 86400 seconds")),
-    }
 }
 
 #[cfg(test)]

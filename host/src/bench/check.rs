@@ -4,7 +4,7 @@ use super::batch::BatchRanges;
 use super::connection::{BenchRequest, BenchResponse};
 use super::harness::SESSION;
 use super::measure::{BenchCase, BenchSession};
-use crate::exit::CommandError;
+use crate::process::CommandError;
 use kvferry_engine::fabric::{DataEvent, Direction, QuiesceTicket};
 
 /// Moves one batch of known bytes. What is wrong with them at their destination, if anything is.

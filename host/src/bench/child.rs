@@ -1,7 +1,7 @@
 //! The other side as a process that this one starts.
 
 use super::args::BenchArgs;
-use crate::exit::CommandError;
+use crate::process::CommandError;
 use rustix::process::Signal;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};

@@ -1,7 +1,7 @@
 //! The connection of two sides, and what they tell each other: one JSON value per line.
 
 use super::batch::BatchShape;
-use crate::exit::CommandError;
+use crate::process::CommandError;
 use kvferry_engine::fabric::{Address, RegionDesc};
 use rustix::net::sockopt;
 use serde::{Deserialize, Serialize};

@@ -3,8 +3,8 @@
 use super::args::BenchPlan;
 use super::connection::{BenchConnection, BenchHello};
 use super::memory::BenchMemory;
-use crate::exit::CommandError;
-use crate::plane::PlaneConfig;
+use crate::instance::PlaneConfig;
+use crate::process::CommandError;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{
     DataEvent, DataPlane, FabricError, NextPoll, PeerId, QuiesceTicket, RegionDesc, RegionId,

@@ -4,7 +4,7 @@ use super::batch::{BatchRanges, BatchShape};
 use super::connection::BenchConnection;
 use super::harness::{PlaneHarness, SESSION, fatal_event};
 use super::report::brief;
-use crate::exit::CommandError;
+use crate::process::CommandError;
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, OpId, Refused, Submit};
 use std::fmt;
 use std::time::{Duration, Instant};

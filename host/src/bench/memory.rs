@@ -1,11 +1,11 @@
 //! The memory of a side, and bytes in it that can be told from others.
 
 use super::args::BenchPlan;
-use crate::plane::PlaneConfig;
+use crate::instance::PlaneConfig;
 use kvferry_engine::fabric::Memory;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use kvferry_fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
-use kvferry_scenarios::decide::mix;
+use kvferry_faults::decide::mix;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;

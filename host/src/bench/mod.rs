@@ -17,12 +17,9 @@ mod server;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use args::{BenchArgs, name, seconds, settings};
+pub(crate) use args::BenchArgs;
 
-use crate::cli::print_error;
-use crate::exit::{CommandError, Exit};
-use crate::progress::CliProgress;
-use crate::signals::follow_parent;
+use crate::process::{CliProgress, CommandError, Exit, follow_parent, print_error};
 use args::BenchPlan;
 use batch::BatchShape;
 use child::BenchChild;
@@ -237,9 +234,9 @@ fn check_bytes(
 ) -> Result<Exit, CommandError> {
     if !lane.side.bytes.is_of_host() || !other_of_host {
         note(args, out, "bytes were not compared, as memory of a GPU is not looked at")?;
-        return Ok(Exit::Held);
+        return Ok(Exit::HELD);
     }
-    let mut exit = Exit::Held;
+    let mut exit = Exit::HELD;
     for direction in args.directions() {
         let its = kinds.iter().filter(|kind| kind.direction == *direction);
         let Some(kind) = its.max_by_key(|kind| (kind.shape.batch, kind.shape.size)) else {
@@ -248,7 +245,7 @@ fn check_bytes(
         match check::check(lane, *kind, rand::random())? {
             None => note(args, out, &format!("compared the bytes of one more {kind}: right"))?,
             Some(wrong) => {
-                exit = Exit::Correctness;
+                exit = Exit::CORRECTNESS;
                 print_error(&wrong);
             }
         }

@@ -2,7 +2,8 @@
 
 use super::measure::{BenchCase, Measurement};
 use super::published::PublishedResult;
-use crate::table;
+use crate::process::ruled;
+use comfy_table::CellAlignment;
 use serde::Serialize;
 use std::io::{self, Write};
 
@@ -115,8 +116,12 @@ pub(super) fn table(rows: &[BenchRow]) -> String {
     if with_published {
         header.extend(["published", "us", "GB/s"]);
     }
-    let cells: Vec<_> = rows.iter().map(|row| row.cells(with_published)).collect();
-    table::ruled(&header, &cells, 1)
+    let mut table = ruled(header);
+    table.add_rows(rows.iter().map(|row| row.cells(with_published)));
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt()
 }
 
 /// A positive number with three digits or more.

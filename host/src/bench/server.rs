@@ -4,9 +4,7 @@ use super::args::{BenchArgs, BenchPlan};
 use super::batch::{BatchRanges, BatchShape};
 use super::connection::{BenchConnection, BenchHello, BenchRequest, BenchResponse};
 use super::harness::PlaneHarness;
-use crate::cli::print_error;
-use crate::exit::{CommandError, Exit};
-use crate::signals::ShutdownSignals;
+use crate::process::{CommandError, Exit, ShutdownSignals, print_error};
 use kvferry_engine::fabric::{PeerId, RegionDesc};
 use serde_json::json;
 use std::io::{self, Write};
@@ -54,7 +52,7 @@ pub(super) fn serve(
                 number += 1;
                 let attended = serve_client(&mut side, &mut region, client, PeerId(number));
                 if args.once {
-                    return attended.map(|()| Exit::Held);
+                    return attended.map(|()| Exit::HELD);
                 }
                 if let Err(why) = attended {
                     print_error(&why.to_string());
@@ -68,7 +66,7 @@ pub(super) fn serve(
             }
         }
     }
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 /// A backend that was replaced knows the region no more.

@@ -8,7 +8,7 @@ use super::harness::PlaneHarness;
 use super::measure::{BenchCase, BenchSession};
 use super::memory::BenchMemory;
 use super::{CommandError, Exit, check_bytes, server};
-use crate::plane::PlaneConfig;
+use crate::instance::PlaneConfig;
 use clap::Parser;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{
@@ -236,12 +236,12 @@ fn wrong_bytes_are_the_exit_of_the_command() {
     }
     let args = BenchCli::parse_from(["bench"]).args;
     let kinds = [Direction::Write, Direction::Read].map(kind);
-    for (conduct, exit) in [(Conduct::Right, Exit::Held), (Conduct::Idle, Exit::Correctness)] {
+    for (conduct, exit) in [(Conduct::Right, Exit::HELD), (Conduct::Idle, Exit::CORRECTNESS)] {
         let mut pair = pair(conduct, 1, PATIENCE, usize::MAX);
         for other_of_host in [true, false] {
             let mut out = Vec::new();
             let ended = check_bytes(&args, &mut pair.lane(), &kinds, other_of_host, &mut out);
-            let expected = if other_of_host { exit } else { Exit::Held };
+            let expected = if other_of_host { exit } else { Exit::HELD };
             assert_eq!(ended.map_err(said), Ok(expected), "{conduct:?}");
             let out = String::from_utf8(out).expect("text");
             let right = out.matches(": right\n").count();

@@ -1,7 +1,8 @@
 //! Whether one process can get at the memory of another.
 
 use super::peer::{AccessError, AccessTrial, LEN};
-use super::{Check, KvMemoryArg, line};
+use super::{Check, line};
+use crate::sidecar::settings::KvMemory;
 use rustix::io::Errno;
 use std::path::Path;
 
@@ -74,11 +75,11 @@ impl PtraceRights {
 pub(super) fn cross_memory(
     trial: &Result<AccessTrial, String>,
     rights: &PtraceRights,
-    kv_memory: KvMemoryArg,
+    kv_memory: KvMemory,
 ) -> Check {
     let failed = |found: String, remedy: &str| match kv_memory {
-        KvMemoryArg::Private => Check::fail(CROSS_MEMORY, found, remedy),
-        KvMemoryArg::File => {
+        KvMemory::Private => Check::fail(CROSS_MEMORY, found, remedy),
+        KvMemory::File => {
             let found =
                 format!("{found}; only \"kv_memory\": \"private\" and MoRIIOConnector need it");
             Check::warn(CROSS_MEMORY, found, remedy)
@@ -178,7 +179,7 @@ mod tests {
         ] {
             let name = format!("scope-{scope:?}-{seccomp}");
             let rights = rights(&name, scope, NONE, seccomp);
-            let check = cross_memory(&denied(Errno::PERM), &rights, KvMemoryArg::Private);
+            let check = cross_memory(&denied(Errno::PERM), &rights, KvMemory::Private);
             assert_eq!(check.status, CheckStatus::Fail, "{check:?}");
             assert!(check.remedy.as_deref().is_some_and(|text| text.contains(said)), "{check:?}");
             let scope = scope.map_or("no Yama".into(), |scope| format!("ptrace_scope is {scope}"));
@@ -189,17 +190,17 @@ mod tests {
     #[test]
     fn what_a_deployment_does_not_need_is_a_warning() {
         let rights = rights("warning", Some("1"), NONE, "0");
-        let check = cross_memory(&denied(Errno::PERM), &rights, KvMemoryArg::File);
+        let check = cross_memory(&denied(Errno::PERM), &rights, KvMemory::File);
         assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.found.contains("only \"kv_memory\": \"private\""), "{check:?}");
-        let check = cross_memory(&denied(Errno::NOSYS), &rights, KvMemoryArg::Private);
+        let check = cross_memory(&denied(Errno::NOSYS), &rights, KvMemory::Private);
         assert!(check.remedy.is_some_and(|text| text.contains("CONFIG_CROSS_MEMORY_ATTACH")));
     }
 
     #[test]
     fn a_capability_that_opens_the_way_is_named() {
         let rights = rights("capability", Some("1"), TRACE, "0");
-        let check = cross_memory(&allowed(), &rights, KvMemoryArg::Private);
+        let check = cross_memory(&allowed(), &rights, KvMemory::Private);
         assert_eq!((check.status, check.remedy.is_none()), (CheckStatus::Ok, true));
         assert!(check.found.contains("CAP_SYS_PTRACE"), "{check:?}");
     }

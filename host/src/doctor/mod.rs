@@ -11,14 +11,13 @@ mod peer;
 mod ports;
 
 pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
-pub(crate) use ports::remedy;
 
-use crate::bench::{seconds, settings};
-use crate::exit::{CommandError, Exit, UNFIT};
-use crate::serve::FabricArg;
+use crate::instance::{BackendArg, FabricArg, mori_settings};
+use crate::process::{CommandError, Exit, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs};
-use clap::{Args, ValueEnum};
-use kvferry_fabric_mori::{MoriBackend, MoriConfig};
+use crate::sidecar::settings::KvMemory;
+use clap::Args;
+use kvferry_fabric_mori::MoriConfig;
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,20 +25,6 @@ use std::time::Duration;
 
 /// The address of a server that only this machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
-
-/// Where the KV cache of a server lies, as in `kv_connector_extra_config`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum KvMemoryArg {
-    File,
-    Private,
-}
-
-/// A backend of MoRI.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BackendArg {
-    Rdma,
-    Xgmi,
-}
 
 /// Arguments of `doctor`.
 #[derive(Clone, Debug, Args)]
@@ -65,7 +50,7 @@ pub(crate) struct DoctorArgs {
     /// Where the KV cache is to lie: `private`, as MoRIIOConnector has it, needs cross-memory
     /// attach
     #[arg(long, value_name = "WHERE", default_value = "file")]
-    pub(crate) kv_memory: KvMemoryArg,
+    pub(crate) kv_memory: KvMemory,
     /// Also try this fabric: mori, for the backends mori-rdma and mori-xgmi, between two processes
     /// that move bytes by it
     #[arg(long, value_name = "FABRIC", default_value = "host")]
@@ -184,23 +169,23 @@ impl DoctorArgs {
         }
         let config = match &self.mori {
             Some(_) if !is_mori => Err("--mori is for --fabric mori".to_owned()),
-            Some(text) => settings(text).map_err(|why| format!("--mori {text}: {why}")),
+            Some(text) => mori_settings(text).map_err(|why| format!("--mori {text}: {why}")),
             None => Ok(MoriConfig::default()),
         };
-        let backend = match self.backend {
-            BackendArg::Rdma => MoriBackend::Rdma,
-            BackendArg::Xgmi => MoriBackend::Xgmi,
-        };
         let host = self.host_ip.clone();
-        Ok(MoriConfig { backend, host, ..config.map_err(CommandError::Input)? })
+        Ok(MoriConfig {
+            backend: self.backend.into(),
+            host,
+            ..config.map_err(CommandError::Input)?
+        })
     }
 }
 
-/// Checks the machine; the exit code.
+/// Checks the machine.
 ///
 /// # Errors
 /// Arguments that do not go together, output that cannot be written.
-pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, CommandError> {
+pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let plan = args.plan()?;
     let mut is_fit = true;
     for check in checks(args, &plan, &SystemRoots::of_machine()) {
@@ -214,7 +199,7 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<u8, Comm
         is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
-    Ok(if is_fit { Exit::Held.code() } else { UNFIT })
+    Ok(if is_fit { Exit::HELD } else { Exit::UNFIT })
 }
 
 fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), CommandError> {

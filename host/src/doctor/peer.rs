@@ -2,8 +2,7 @@
 //! as hosts and servers are: one holds bytes, the other tries to get at them.
 
 use super::child::ChildProcess;
-use crate::exit::{CommandError, Exit};
-use crate::signals::follow_parent;
+use crate::process::{CommandError, Exit, follow_parent};
 use clap::{Args, Subcommand};
 use kvferry_engine::fabric::Memory;
 use kvferry_fabric_host::{HugePages, MemfdPool, read_memory};
@@ -123,7 +122,7 @@ pub(crate) fn command(args: &DoctorPeerArgs, out: &mut dyn Write) -> Result<Exit
         }
         DoctorPeerCommand::Load => load(out)?,
     }
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 /// HIP, too, may end the process: what is known by then is told first.

@@ -1,8 +1,9 @@
 //! Addresses and ports of this machine, and the router's.
 
 use super::{Check, DoctorArgs};
+use crate::instance::remedy;
 use kvferry_engine::fabric::bracketed;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
@@ -77,25 +78,6 @@ fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
     Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
 }
 
-/// What to do where `HOST:PORT` cannot be listened at.
-pub(crate) fn remedy(address: &str, why: &io::Error) -> String {
-    let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
-    match why.kind() {
-        ErrorKind::AddrInUse => format!(
-            "end the process that has port {port} (`ss -ltnp 'sport = :{port}'` shows it), or give \
-             another port"
-        ),
-        ErrorKind::PermissionDenied => format!(
-            "give a port from 1024, or allow {port}: sysctl -w \
-             net.ipv4.ip_unprivileged_port_start={port}"
-        ),
-        ErrorKind::AddrNotAvailable => {
-            "give an address of this machine (`ip -brief address`)".into()
-        }
-        _ => "give HOST:PORT of this machine".into(),
-    }
-}
-
 /// Whether something listens where the router is to be.
 pub(super) fn proxy(address: &str) -> Check {
     let addresses = match address.to_socket_addrs() {
@@ -127,6 +109,7 @@ mod tests {
     use super::super::CheckStatus;
     use super::*;
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+    use std::io::ErrorKind;
 
     fn refused(kind: ErrorKind) -> String {
         let check = taken("notify-port", "10.0.0.1:80", &kind.into());

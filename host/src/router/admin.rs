@@ -5,7 +5,7 @@ use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::pool::ConnectionPool;
-use crate::scrape;
+use crate::instance::metrics_page;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::Full;
@@ -227,7 +227,7 @@ impl Admin {
             Ok(state) => {
                 let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
                 self.handler.metrics.update(&state.counters, instances, state.waiting);
-                scrape::page(&self.registry)
+                metrics_page(&self.registry)
             }
             Err(refusal) => refusal.into_response(),
         }

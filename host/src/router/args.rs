@@ -1,7 +1,12 @@
-//! Arguments of `kvferry router`.
+//! Arguments of `kvferry router`, and the settings that they make.
 
-use crate::logs::LogArgs;
+use crate::process::CommandError;
+use crate::process::logs::LogArgs;
 use clap::Args;
+use hyper::header::HeaderValue;
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::router::RouterConfig;
+use std::time::Duration;
 
 /// Arguments of `router`.
 #[derive(Clone, Debug, Args)]
@@ -54,4 +59,94 @@ pub(crate) struct RouterArgs {
     /// Connections of clients
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
+}
+
+/// How long things may take and how large they may be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HttpLimits {
+    /// Time for a connection to an instance.
+    pub(crate) connect: Duration,
+    /// Time until an instance begins to answer.
+    pub(crate) answer: Duration,
+    /// Longest silence of a stream that has begun.
+    pub(crate) idle: Duration,
+    /// Longest body of a client, in bytes.
+    pub(crate) body_bytes: usize,
+    /// Time for a client to send its body.
+    pub(crate) body: Duration,
+    /// Longest answer that is not streamed, in bytes.
+    pub(crate) answer_bytes: usize,
+    /// Transfers of one request.
+    pub(crate) parts: u32,
+    /// Tokens per run of prefixes.
+    pub(crate) prefix_tokens: u32,
+}
+
+/// What does not change while the router runs.
+#[derive(Clone, Debug)]
+pub(crate) struct HttpSettings {
+    pub(crate) limits: HttpLimits,
+    /// Sent to instances in place of what the client sends.
+    pub(crate) authorization: Option<HeaderValue>,
+}
+
+/// The time that an option gives.
+pub(super) fn seconds(option: &str, seconds: f64) -> Result<Duration, CommandError> {
+    let in_range = seconds.is_finite() && (0.001..=1e6).contains(&seconds);
+    let wrong =
+        || CommandError::Input(format!("{option} {seconds}: give 0.001 to 1000000 seconds"));
+    in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
+}
+
+fn nanos(option: &str, span: f64) -> Result<Nanos, CommandError> {
+    Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
+}
+
+impl RouterArgs {
+    /// What the router machine is told.
+    ///
+    /// # Errors
+    /// A time that cannot be.
+    pub(super) fn config(&self) -> Result<RouterConfig, CommandError> {
+        let wait_max = nanos("--queue-timeout", self.queue_timeout)?;
+        Ok(RouterConfig {
+            expiry: nanos("--expiry", self.expiry)?,
+            wait_max,
+            // Where nobody is left to come back, who asked is told soon.
+            retry_wait_max: wait_max.min(Nanos::from_ms(600)),
+            probe: Some(Nanos::from_ms(500)),
+            waiting_max: self.queue_size,
+            requests_max: self.requests_max,
+            retries_max: self.retries,
+            legs_max: self.parts_max.saturating_mul(2),
+            ..RouterConfig::default()
+        })
+    }
+
+    /// What the HTTP side is told.
+    ///
+    /// # Errors
+    /// A time that cannot be, or a key that no header can have.
+    pub(super) fn settings(&self) -> Result<HttpSettings, CommandError> {
+        let authorization = match std::env::var("OPENAI_API_KEY") {
+            Ok(key) if !key.is_empty() => {
+                let mut value = HeaderValue::try_from(format!("Bearer {key}"))
+                    .map_err(|_| CommandError::Input("OPENAI_API_KEY is no header value".into()))?;
+                value.set_sensitive(true);
+                Some(value)
+            }
+            _ => None,
+        };
+        let limits = HttpLimits {
+            connect: seconds("--connect-timeout", self.connect_timeout)?,
+            answer: seconds("--answer-timeout", self.answer_timeout)?,
+            idle: seconds("--idle-timeout", self.idle_timeout)?,
+            body_bytes: self.body_max,
+            body: Duration::from_secs(60),
+            answer_bytes: 256 << 20,
+            parts: self.parts_max,
+            prefix_tokens: RouterConfig::default().prefix_tokens,
+        };
+        Ok(HttpSettings { limits, authorization })
+    }
 }

@@ -1,6 +1,7 @@
 //! Requests of clients that are served by a prefill and a decode.
 
 use super::api::{Api, GenerationRequest};
+use super::args::HttpSettings;
 use super::body::{ClientBody, ClientGuard};
 use super::error::HttpError;
 use super::fields::JsonFields;
@@ -10,7 +11,6 @@ use super::http_adapter::{
 use super::leg::{REQUEST_ID, ResponseHead};
 use super::merge::{self, PartAnswer, StreamMerger};
 use super::metrics::{self, Counted, RouterMetrics};
-use super::settings::HttpSettings;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -188,8 +188,8 @@ async fn streamed(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::router::args::HttpLimits;
     use crate::router::pool::ConnectionPool;
-    use crate::router::settings::HttpLimits;
     use kvferry_engine::core::Nanos;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::router::{Router, RouterConfig};

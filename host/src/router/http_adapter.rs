@@ -2,6 +2,7 @@
 //! legs, and what becomes of them into news for the core and answers for the clients.
 
 use super::api::GenerationRequest;
+use super::args::HttpSettings;
 use super::error::HttpError;
 use super::leg::{
     self, DP_RANK, HttpLegRequest, JSON, LegError, LegResult, REQUEST_ID, ResponseHead,
@@ -12,8 +13,7 @@ use super::params::{self, TransferUid};
 use super::pool::{ConnectionPool, PooledBody};
 use super::probe;
 use super::relay::{StreamEnd, StreamRelay};
-use super::settings::HttpSettings;
-use crate::failure_notice::{self, ReportedFailure};
+use crate::instance::{ReportedFailure, find_failure};
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -227,8 +227,7 @@ impl HttpAdapter {
             return self.prefilled(leg, &running, &body, out);
         }
         let cached = client.parts[part].cached;
-        let told =
-            if running.reports_failures { failure_notice::find_failure(&body) } else { None };
+        let told = if running.reports_failures { find_failure(&body) } else { None };
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
         let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
@@ -267,9 +266,7 @@ impl HttpAdapter {
             kv_transfer_params: Option<&'a RawValue>,
         }
         // What it has computed is of no use.
-        if let Some(heard) =
-            running.reports_failures.then(|| failure_notice::find_failure(body)).flatten()
-        {
+        if let Some(heard) = running.reports_failures.then(|| find_failure(body)).flatten() {
             let fault = LegError::from_reported(heard, &running.engine);
             return self.failed(leg, running, fault, out);
         }

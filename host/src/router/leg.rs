@@ -1,10 +1,10 @@
 //! One leg: a request to an instance, and what becomes of it.
 
+use super::args::HttpLimits;
 use super::error::HttpError;
 use super::pool::{ConnectionPool, PooledBody};
-use super::settings::HttpLimits;
 use super::sse;
-use crate::failure_notice::{self, ReportedFailure};
+use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
@@ -235,9 +235,7 @@ fn fault(status: StatusCode, body: Bytes) -> LegError {
     let failure = match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => LegFailure::Busy,
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
-        status => {
-            answered(status, failure_notice::find_failure(&body).and_then(|heard| heard.failure))
-        }
+        status => answered(status, find_failure(&body).and_then(|heard| heard.failure)),
     };
     LegError { failure, refusal: HttpError::relayed(status, body) }
 }
@@ -310,7 +308,7 @@ mod tests {
         ] {
             let failed = format!(r#"{{"failed":{{"cause":"c","why":"w","failure":{told}}}}}"#);
             let answer = format!(r#"{{"kvferry":{failed}}}"#);
-            let heard = failure_notice::find_failure(answer.as_bytes()).expect("it is told");
+            let heard = find_failure(answer.as_bytes()).expect("it is told");
             assert_eq!(LegError::from_reported(heard, &"p0".into()).failure, failure, "{told}");
             let error = format!(r#"{{"error":{answer}}}"#);
             assert_eq!(fault(StatusCode::BAD_GATEWAY, error.into()).failure, failure, "{told}");

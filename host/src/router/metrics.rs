@@ -1,6 +1,6 @@
 //! What is counted, in the format of Prometheus.
 
-use crate::meters::InputCollector;
+use crate::instance::InputCollector;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;

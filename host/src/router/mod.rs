@@ -21,26 +21,23 @@ mod pool;
 mod probe;
 mod relay;
 mod server;
-mod settings;
 mod sse;
 
 pub(crate) use args::RouterArgs;
 
 use self::admin::Admin;
 use self::api::APIS;
+use self::args::{HttpSettings, seconds};
 use self::error::HttpError;
 use self::handler::RequestHandler;
 use self::http_adapter::{HttpAdapter, MAILBOX};
 use self::metrics::RouterMetrics;
 use self::pool::ConnectionPool;
-use self::settings::{HttpLimits, HttpSettings};
-use crate::exit::{CommandError, Exit};
-use crate::logs;
-use crate::signals::ShutdownSignals;
+use crate::process::{CommandError, Exit, ShutdownSignals, logs};
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
-use hyper::header::{HeaderMap, HeaderValue};
+use hyper::header::HeaderMap;
 use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Clock, Input, MailboxSender};
 use kvferry_engine::core::Nanos;
@@ -62,8 +59,8 @@ use tokio::sync::watch;
 /// An argument or an address that cannot be used.
 pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
-    let settings = settings(args)?;
-    let config = config(args)?;
+    let settings = args.settings()?;
+    let config = args.config()?;
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
     let (mut plane, discovery) = discovery(&args.discovery)?;
     let listen = resolve("--listen", &args.listen)?;
@@ -76,7 +73,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, http, &discovery, out)?;
     actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 fn announce(
@@ -189,56 +186,6 @@ fn app(desk: Arc<RequestHandler>, admin: Admin) -> Router {
             let message = format!("{} is not taken on {}", request.method(), request.uri().path());
             HttpError::new(StatusCode::METHOD_NOT_ALLOWED, &message)
         })
-}
-
-fn seconds(option: &str, seconds: f64) -> Result<Duration, CommandError> {
-    let in_range = seconds.is_finite() && (0.001..=1e6).contains(&seconds);
-    let wrong =
-        || CommandError::Input(format!("{option} {seconds}: give 0.001 to 1000000 seconds"));
-    in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
-}
-
-fn nanos(option: &str, span: f64) -> Result<Nanos, CommandError> {
-    Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
-}
-
-fn config(args: &RouterArgs) -> Result<RouterConfig, CommandError> {
-    let wait_max = nanos("--queue-timeout", args.queue_timeout)?;
-    Ok(RouterConfig {
-        expiry: nanos("--expiry", args.expiry)?,
-        wait_max,
-        // Where nobody is left to come back, who asked is told soon.
-        retry_wait_max: wait_max.min(Nanos::from_ms(600)),
-        probe: Some(Nanos::from_ms(500)),
-        waiting_max: args.queue_size,
-        requests_max: args.requests_max,
-        retries_max: args.retries,
-        legs_max: args.parts_max.saturating_mul(2),
-        ..RouterConfig::default()
-    })
-}
-
-fn settings(args: &RouterArgs) -> Result<HttpSettings, CommandError> {
-    let authorization = match std::env::var("OPENAI_API_KEY") {
-        Ok(key) if !key.is_empty() => {
-            let mut value = HeaderValue::try_from(format!("Bearer {key}"))
-                .map_err(|_| CommandError::Input("OPENAI_API_KEY is no header value".into()))?;
-            value.set_sensitive(true);
-            Some(value)
-        }
-        _ => None,
-    };
-    let limits = HttpLimits {
-        connect: seconds("--connect-timeout", args.connect_timeout)?,
-        answer: seconds("--answer-timeout", args.answer_timeout)?,
-        idle: seconds("--idle-timeout", args.idle_timeout)?,
-        body_bytes: args.body_max,
-        body: Duration::from_secs(60),
-        answer_bytes: 256 << 20,
-        parts: args.parts_max,
-        prefix_tokens: RouterConfig::default().prefix_tokens,
-    };
-    Ok(HttpSettings { limits, authorization })
 }
 
 /// The address of an argument `host:port`.

@@ -2,7 +2,7 @@
 //! they wait here.
 
 use super::leg::chain;
-use crate::sync::lock;
+use crate::process::lock;
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};

@@ -3,7 +3,7 @@
 use super::leg::chain;
 use super::pool::PooledBody;
 use super::sse::{self, SseDecoder};
-use crate::failure_notice::{self, ReportedFailure};
+use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;
 use hyper::body::Body;
 use memchr::memmem;
@@ -38,7 +38,7 @@ impl FailureScanner {
         // An event too long to be looked into has nothing of ours.
         if self.events.feed(bytes).is_ok() {
             while let Some(event) = self.events.next() {
-                let heard = sse::data(&event).and_then(failure_notice::find_failure);
+                let heard = sse::data(&event).and_then(find_failure);
                 self.heard = self.heard.take().or(heard);
             }
         }

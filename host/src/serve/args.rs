@@ -1,10 +1,11 @@
 //! What an instance is told on the command line.
 
-use crate::exit::CommandError;
-use crate::limits::{Overrides, ProtocolLimits};
-use crate::logs::LogArgs;
-use crate::sidecar::config::limits_given;
-use clap::{Args, ValueEnum};
+use crate::instance::limits::limits_given;
+use crate::instance::{FabricArg, Overrides, ProtocolLimits};
+use crate::process::CommandError;
+use crate::process::logs::LogArgs;
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::layout::GroupKind;
@@ -16,59 +17,41 @@ use kvferry_scenarios::run::{
 };
 use std::path::PathBuf;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum RoleArg {
-    Prefill,
-    Decode,
-}
+const ROLES: [(&str, Role); 2] = [("prefill", Role::Prefill), ("decode", Role::Decode)];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ModeArg {
-    Push,
-    Pull,
-}
+const MODES: [(&str, Mode); 2] = [("push", Mode::Push), ("pull", Mode::Pull)];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum FabricArg {
-    /// Memory of this host, TCP between hosts
-    Host,
-    /// RDMA by ROCm's MoRI-IO
-    Mori,
-}
+const ON_FAILURE: [(&str, LoadFailurePolicy); 2] =
+    [("fail", LoadFailurePolicy::Fail), ("recompute", LoadFailurePolicy::Recompute)];
 
-impl FabricArg {
-    /// As the option has it.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            FabricArg::Host => "host",
-            FabricArg::Mori => "mori",
-        }
-    }
-}
+const LAYOUTS: [(&str, MemoryLayout); 4] = [
+    ("block", MemoryLayout::Block),
+    ("layer", MemoryLayout::Layer),
+    ("head-split", MemoryLayout::HeadSplit),
+    ("token", MemoryLayout::Token),
+];
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnFailure {
-    Fail,
-    Recompute,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum LayoutArg {
-    Block,
-    Layer,
-    HeadSplit,
-    Token,
+/// One of some words, each with what it stands for.
+fn one_of<T>(known: &'static [(&'static str, T)]) -> impl TypedValueParser<Value = T>
+where
+    T: Clone + Send + Sync + 'static,
+{
+    let words = PossibleValuesParser::new(known.iter().map(|(word, _)| *word));
+    words.map(move |given| {
+        let found = known.iter().find(|(word, _)| *word == given);
+        found.expect("it is one of them").1.clone()
+    })
 }
 
 /// Arguments of `serve`.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct ServeArgs {
     /// What the instance does
-    #[arg(long)]
-    pub(crate) role: Option<RoleArg>,
+    #[arg(long, value_parser = one_of(&ROLES))]
+    pub(crate) role: Option<Role>,
     /// Who moves the bytes: prefill pushes (vLLM's WRITE) or decode pulls (READ)
-    #[arg(long)]
-    pub(crate) mode: Option<ModeArg>,
+    #[arg(long, value_parser = one_of(&MODES))]
+    pub(crate) mode: Option<Mode>,
     /// What moves the bytes
     #[arg(long, default_value = "host")]
     pub(crate) fabric: FabricArg,
@@ -124,14 +107,14 @@ pub(crate) struct ServeArgs {
     #[arg(long, default_value_t = 512)]
     pub(crate) blocks: u32,
     /// How a block lies in memory; MoRIIO peers need `block` or `token`
-    #[arg(long, default_value = "block")]
-    pub(crate) layout: LayoutArg,
+    #[arg(long, default_value = "block", value_parser = one_of(&LAYOUTS))]
+    pub(crate) layout: MemoryLayout,
     /// Name of layer N, with {} for N; by it MoRIIO peers find its memory
     #[arg(long, default_value = "model.layers.{}.self_attn.attn")]
     pub(crate) layer_name: String,
     /// What a decode does with a prompt whose KV did not arrive
-    #[arg(long, default_value = "fail")]
-    pub(crate) on_load_failure: OnFailure,
+    #[arg(long, default_value = "fail", value_parser = one_of(&ON_FAILURE))]
+    pub(crate) on_load_failure: LoadFailurePolicy,
     /// Times and limits of the protocol, with commas between: protocol.lease_ms=20000
     #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given,
         conflicts_with = "scenario")]
@@ -184,16 +167,9 @@ impl ServeArgs {
             };
             return Ok(ServePlan { model: run.model, instance, engine: run.engine, limits });
         }
-        let role = match self.role {
-            Some(RoleArg::Prefill) => Role::Prefill,
-            Some(RoleArg::Decode) => Role::Decode,
-            None => return Err(input("--role prefill or --role decode is missing".into())),
-        };
-        let mode = match self.mode {
-            Some(ModeArg::Push) => Mode::Push,
-            Some(ModeArg::Pull) => Mode::Pull,
-            None => return Err(input("--mode push or --mode pull is missing".into())),
-        };
+        let missing = |what: &str| input(format!("{what} is missing"));
+        let role = self.role.ok_or_else(|| missing("--role prefill or --role decode"))?;
+        let mode = self.mode.ok_or_else(|| missing("--mode push or --mode pull"))?;
         let counts = [
             ("--tp", u32::from(self.tp)),
             ("--layers", u32::from(self.layers)),
@@ -238,10 +214,7 @@ impl ServeArgs {
             chunk: 2_048,
             max_running: 256,
             max_waiting: 4_096,
-            load_failure: match self.on_load_failure {
-                OnFailure::Fail => LoadFailurePolicy::Fail,
-                OnFailure::Recompute => LoadFailurePolicy::Recompute,
-            },
+            load_failure: self.on_load_failure,
             allocator: AllocationOrder::Fifo,
         }
     }
@@ -257,12 +230,7 @@ impl ServeArgs {
             dp_size: 1,
             blocks: self.blocks,
             block_tokens: self.block_tokens,
-            layout: match self.layout {
-                LayoutArg::Block => MemoryLayout::Block,
-                LayoutArg::Layer => MemoryLayout::Layer,
-                LayoutArg::HeadSplit => MemoryLayout::HeadSplit,
-                LayoutArg::Token => MemoryLayout::Token,
-            },
+            layout: self.layout,
             mode,
             prefix_cache: false,
             cost: StepCost {

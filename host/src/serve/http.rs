@@ -3,8 +3,7 @@
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
 use super::openai::{CompletionRequest, CompletionResponse, failed};
-use crate::legs::InstanceIdentity;
-use crate::scrape;
+use crate::instance::{InstanceIdentity, metrics_page};
 use actix::Addr;
 use axum::Json;
 use axum::body::Bytes;
@@ -63,7 +62,7 @@ async fn models(State(shared): State<Arc<HandlerState>>) -> Json<Value> {
 }
 
 async fn metrics(State(shared): State<Arc<HandlerState>>) -> Response {
-    scrape::page(&shared.registry)
+    metrics_page(&shared.registry)
 }
 
 async fn completions(

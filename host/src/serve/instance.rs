@@ -4,8 +4,7 @@
 use super::kv_content::InstanceKv as Memory;
 use super::metrics::InstanceMetrics;
 use super::openai;
-use crate::failure_notice::FailureNotice;
-use crate::instance_setup::{log_refusal, log_router, log_violation};
+use crate::instance::{FailureNotice, log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
 use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,

@@ -1,6 +1,6 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::meters::{CounterSource, InputCollector, PlaneCollector};
+use crate::instance::{CounterSource, InputCollector, PlaneCollector};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;

@@ -12,17 +12,13 @@ mod memory;
 mod metrics;
 mod openai;
 
-pub(crate) use args::{FabricArg, ServeArgs};
+pub(crate) use args::ServeArgs;
 
-use crate::control_listeners::{ControlListeners, ListenAddresses};
-use crate::exit::{CommandError, Exit};
-use crate::incarnations;
-use crate::instance_setup::RankSetup;
-use crate::legs::InstanceIdentity;
-use crate::logs;
-use crate::meters::{CounterSource, PlaneMeter};
-use crate::plane::{PlaneConfig, StartedPlane};
-use crate::signals::ShutdownSignals;
+use crate::instance::{
+    ControlListeners, CounterSource, FabricArg, InstanceIdentity, ListenAddresses, PlaneConfig,
+    PlaneMeter, RankSetup, StartedPlane, incarnations,
+};
+use crate::process::{CommandError, Exit, ShutdownSignals, logs};
 use actix::{Addr, System};
 use args::ServePlan;
 use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
@@ -122,7 +118,7 @@ async fn serve(
     let app = http::app(shared.clone());
     let stop = stopped(ends, instance.address().clone(), shared, metrics);
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 async fn listen(host: &str, port: u16) -> Result<TcpListener, CommandError> {

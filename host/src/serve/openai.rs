@@ -1,6 +1,6 @@
 //! OpenAI's bodies, as far as an instance without a model has use for them.
 
-use crate::failure_notice::FailureNotice;
+use crate::instance::FailureNotice;
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::router::LegFailure;
 use serde::{Deserialize, Serialize};

@@ -4,12 +4,12 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment,
 //! which wins over the file, which wins over the default.
 
-use crate::incarnations;
-use crate::limits::{self, Overrides};
-use crate::logs::{LogArgs, LogFormat};
+use crate::instance::limits::{self, limits_given};
+use crate::instance::{Overrides, incarnations};
+use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
+use kvferry_engine::text::nearest;
 use kvferry_fabric_host::{DataPath, HostConfig};
-use kvferry_scenarios::nearest;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -184,16 +184,6 @@ fn paths(text: &str) -> Result<Paths, String> {
 
 fn slower(text: &str) -> Result<bool, String> {
     text.parse().map_err(|_| format!("slower = {text:?}: it has to be true or false"))
-}
-
-/// Times and limits as options and variables have them.
-///
-/// # Errors
-/// The key and its value, and what there may be.
-pub(crate) fn limits_given(text: &str) -> Result<Overrides, String> {
-    let mut given = Overrides::default();
-    given.assign(text)?;
-    Ok(given)
 }
 
 /// What to say of a key that there is not.

@@ -8,10 +8,9 @@ use super::record::{TransferRecord, TransferTrace};
 use super::spec::{ServingEngine, ServingWorker};
 use super::start::{self, StartedEngine};
 use super::transfer_log::{KEPT, TransferLog};
-use crate::instance_setup::{log_refusal, log_router, log_violation};
-use crate::legs::InstanceIdentity;
-use crate::meters::PlaneCounters;
-use crate::scrape;
+use crate::instance::{
+    InstanceIdentity, PlaneCounters, log_refusal, log_router, log_violation, metrics_text,
+};
 use actix::{AsyncContext, Handler, Message};
 use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
@@ -554,7 +553,7 @@ impl Handler<Scrape> for GatewayActor {
             Some(ActiveEngine { records, metrics, .. }) => {
                 metrics.page(records.open(), &instance.gauges())
             }
-            None => scrape::encode(&Registry::default()),
+            None => metrics_text(&Registry::default()),
         }
     }
 }

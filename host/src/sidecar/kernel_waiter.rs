@@ -1,6 +1,6 @@
 //! Layers that kernels of a GPU still compute: none of their bytes is moved before.
 
-use crate::sync::lock;
+use crate::process::lock;
 use kvferry_engine::core::ids::StepId;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

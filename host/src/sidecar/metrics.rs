@@ -3,8 +3,10 @@
 use super::gateway::GatewayActor;
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
-use crate::meters::{CounterSource, InputCollector, PATHS, PlaneCollector, PlaneCounters};
-use crate::scrape;
+use crate::instance::{
+    CounterSource, InputCollector, PATHS, PlaneCollector, PlaneCounters, metrics_answer,
+    metrics_text,
+};
 use actix::{Addr, Message};
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -197,7 +199,7 @@ impl SidecarMetrics {
         self.quarantined.set(gauges.quarantined.into());
         let violations = u64::from(gauges.violations);
         self.violations.inner().store(violations, Ordering::Relaxed);
-        scrape::encode(&self.registry)
+        metrics_text(&self.registry)
     }
 }
 
@@ -228,7 +230,7 @@ pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<GatewayAc
 
 async fn page(State(gateway): State<Addr<GatewayActor>>) -> Response {
     match gateway.send(Scrape).await {
-        Ok(page) => scrape::answer(page),
+        Ok(page) => metrics_answer(page),
         // The host is about to end.
         Err(_) => StatusCode::SERVICE_UNAVAILABLE.into_response(),
     }

@@ -8,6 +8,7 @@
 mod client;
 mod codec;
 pub(crate) mod config;
+mod export;
 mod fault_injector;
 mod gateway;
 mod kernel_waiter;
@@ -25,14 +26,12 @@ mod transfer_log;
 
 pub use client::SidecarClient;
 pub(crate) use config::HostArgs;
+pub(crate) use export::{ExportArgs, command as export_command};
 pub use transfer_agent::TransferAgent;
 
-use crate::exit::{CommandError, Exit};
-use crate::failure_notice::FailureNotice;
-use crate::incarnations;
-use crate::legs::InstanceIdentity;
-use crate::logs::{self, LogArgs};
-use crate::signals::ShutdownSignals;
+use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
+use crate::process::logs::{self, LogArgs};
+use crate::process::{CommandError, Exit, ShutdownSignals};
 use config::SidecarConfig;
 use gateway::{DrainSidecar, Gateway};
 use kvferry_engine::actors::Clock;
@@ -91,7 +90,7 @@ async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError
     }
     // If it cannot be told, the registrations expire.
     let _ = gateway.address().send(DrainSidecar).await;
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

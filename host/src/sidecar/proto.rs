@@ -11,8 +11,7 @@
 use super::rank::RankPlan;
 use super::record::{TransferSummary, TransferTrace};
 use super::spec::{ServingEngine, ServingWorker};
-use crate::limits::Overrides;
-use crate::meters::PlaneCounters;
+use crate::instance::{Overrides, PlaneCounters};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Incarnation, RequestId, StepId};

@@ -1,9 +1,7 @@
 //! What a transfer actor is started with, in its host or in its worker.
 
 use super::fault_injector::with_faults;
-use crate::instance_setup::RankSetup;
-use crate::meters::PlaneMeter;
-use crate::plane::{PlaneConfig, StartedPlane};
+use crate::instance::{PlaneConfig, PlaneMeter, RankSetup, StartedPlane};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::layout::LayerLayout;
 use kvferry_engine::core::transfer::TransferSettings;
@@ -27,7 +25,7 @@ pub struct RankPlan {
     /// Where its layers lie in that.
     pub layers: Vec<LayerLayout>,
     /// Times and limits of its transfer actor, see
-    /// [`Limits::operations`](crate::limits::ProtocolLimits).
+    /// [`Limits::operations`](crate::instance::ProtocolLimits).
     #[serde(default)]
     pub operations: TransferSettings,
 }

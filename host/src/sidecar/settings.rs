@@ -1,13 +1,13 @@
 //! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
 
-use crate::control_listeners::ListenAddresses;
-use crate::limits::{self, Overrides};
-use crate::plane::PlaneConfig;
+use crate::instance::limits::{self, Overrides};
+use crate::instance::{ListenAddresses, PlaneConfig};
+use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
+use kvferry_engine::text::nearest;
 use kvferry_fabric_host::HostConfig;
 use kvferry_fabric_mori::MoriConfig;
-use kvferry_scenarios::nearest;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -25,7 +25,7 @@ pub enum TransferBackend {
 }
 
 /// Where the KV cache of a worker without a GPU lies.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 pub enum KvMemory {
     /// In a memory file, which hosts map.
     File,

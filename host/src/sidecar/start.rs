@@ -4,11 +4,9 @@ use super::config::OperatorConfig;
 use super::rank::{RankPlan, SidecarRank};
 use super::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
 use super::spec::{ServingEngine, ServingWorker, WorkerRegion};
-use crate::control_listeners::ControlListeners;
-use crate::incarnations;
-use crate::legs::InstanceIdentity;
-use crate::limits::ProtocolLimits;
-use crate::meters::CounterSource;
+use crate::instance::{
+    ControlListeners, CounterSource, InstanceIdentity, ProtocolLimits, incarnations,
+};
 use kvferry_engine::actors::{COUNT_INPUTS, LocalPlanes};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::config::CoreConfig;

@@ -6,8 +6,8 @@ use super::kernel_waiter::{KernelHooks, KernelWaiter, PendingLayers};
 use super::proto::{ClientIdentity, ConnectorHello, FromHost, ToHost, VersionRange};
 use super::rank::{RankPlan, SidecarRank};
 use super::socket::{SocketFrames, WAITING_MAX, framed, send};
-use crate::meters::{PlaneCounters, PlaneMeter};
-use crate::sync::lock;
+use crate::instance::{PlaneCounters, PlaneMeter};
+use crate::process::lock;
 use actix::System;
 use futures_util::{SinkExt, StreamExt};
 use kvferry_engine::actors::{
@@ -314,7 +314,7 @@ impl EffectHandler for Reporter {
 mod tests {
     use super::super::codec::decode;
     use super::*;
-    use crate::plane::PlaneConfig;
+    use crate::instance::PlaneConfig;
     use kvferry_engine::core::config::CoreConfig;
     use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
     use kvferry_engine::core::message::{Mode, Role, TransferReport};
@@ -367,7 +367,7 @@ mod tests {
             plane: PlaneConfig::Host(HostConfig { port, ..HostConfig::default() }),
             memory: vec![Memory::Own { base: memory.as_ptr() as u64, len: LEN as u64 }],
             layers: vec![layer],
-            operations: crate::limits::ProtocolLimits::default().operations,
+            operations: crate::instance::ProtocolLimits::default().operations,
         }
     }
 

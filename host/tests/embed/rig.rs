@@ -1,6 +1,6 @@
 //! Hosts, and engines with one worker that the tests play.
 
-use kvferry::limits::Overrides;
+use kvferry::instance::Overrides;
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::record::TransferSummary;
 use kvferry::sidecar::settings::{ConnectorSettings, TransferBackend, TransferPlacement};

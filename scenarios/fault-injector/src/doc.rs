@@ -1,7 +1,8 @@
 //! Reading TOML with the place of everything at hand.
 
-use crate::error::{ScenarioError, nearest};
+use crate::error::ScenarioError;
 use crate::value::{Distribution, MalformedValue, ScenarioValue, one_of};
+use kvferry_engine::text::nearest;
 use std::cell::RefCell;
 use std::sync::Arc;
 use toml::Spanned;

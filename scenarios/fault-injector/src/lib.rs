@@ -19,7 +19,7 @@ pub mod section;
 pub mod table;
 pub mod value;
 
-pub use error::{ScenarioError, nearest};
+pub use error::ScenarioError;
 pub use fault::{
     DrawnFault, DurationRange, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection,
     RaceOrder, RestartGeometry,

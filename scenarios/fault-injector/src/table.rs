@@ -2,7 +2,7 @@
 
 use crate::decide::{self, DecisionKey, below, chance, mix, within};
 use crate::doc::{FileName, FromKey, TomlField, TomlSection};
-use crate::error::{ScenarioError, nearest};
+use crate::error::ScenarioError;
 use crate::fault::{
     DrawnFault, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection, RaceOrder,
     RestartGeometry,
@@ -14,6 +14,7 @@ use crate::{named_values, section};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::Role;
+use kvferry_engine::text::nearest;
 use std::collections::BTreeMap;
 
 named_values! {

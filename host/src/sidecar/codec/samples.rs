@@ -7,9 +7,7 @@ use super::super::settings::{
     ConnectorSettings, HostStart, KvMemory, TransferBackend, TransferPlacement,
 };
 use super::super::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
-use crate::limits::ProtocolLimits;
-use crate::meters::{BackendCounts, PATHS, PlaneCounters};
-use crate::plane::PlaneConfig;
+use crate::instance::{BackendCounts, PATHS, PlaneConfig, PlaneCounters, ProtocolLimits};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;

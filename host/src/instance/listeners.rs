@@ -1,9 +1,9 @@
 //! The control plane of an instance, listening.
 
-use crate::doctor::remedy;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
 use kvferry_wire::{WireConfig, ZmqPlane};
+use std::io::{self, ErrorKind};
 use std::net::TcpListener;
 
 /// A control plane with the channels that peers of an instance use.
@@ -71,6 +71,25 @@ impl ControlListeners {
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
         Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address })
+    }
+}
+
+/// What to do where `HOST:PORT` cannot be listened at.
+pub(crate) fn remedy(address: &str, why: &io::Error) -> String {
+    let port = address.rsplit_once(':').map_or(address, |(_, port)| port);
+    match why.kind() {
+        ErrorKind::AddrInUse => format!(
+            "end the process that has port {port} (`ss -ltnp 'sport = :{port}'` shows it), or give \
+             another port"
+        ),
+        ErrorKind::PermissionDenied => format!(
+            "give a port from 1024, or allow {port}: sysctl -w \
+             net.ipv4.ip_unprivileged_port_start={port}"
+        ),
+        ErrorKind::AddrNotAvailable => {
+            "give an address of this machine (`ip -brief address`)".into()
+        }
+        _ => "give HOST:PORT of this machine".into(),
     }
 }
 

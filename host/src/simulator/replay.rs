@@ -1,18 +1,26 @@
 //! `replay`: a recording is played to the protocol again.
 
-use crate::cli::{ReplayArgs, print_error};
-use crate::exit::{CommandError, Exit};
-use crate::seed_run::{guarded, quiet_panics};
-use crate::table::grouped;
+use crate::process::{CommandError, print_error};
+use crate::simulator::seed_run::{guarded, quiet_panics};
+use crate::simulator::table::grouped;
+use clap::Args;
 use kvferry_sim::replay::{ReplayError, ReplaySummary, replay};
-use kvferry_sim::world::Recording;
+use kvferry_sim::world::{Recording, RunVerdict};
 use std::io::Write;
+use std::path::PathBuf;
+
+/// Arguments of `replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// What `run --record` wrote
+    pub(crate) recording: PathBuf,
+}
 
 /// Replays a recording and says whether the protocol does the same again.
 ///
 /// # Errors
 /// A file that is no recording, or output that cannot be written.
-pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
+pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let name = args.recording.display();
     let bytes = std::fs::read(&args.recording).map_err(|why| {
         let text = format!("{name}: cannot read the recording: {why}");
@@ -23,7 +31,7 @@ pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Co
         Ok(Ok(ReplaySummary { scenario, seed, inputs, effects })) => {
             let (inputs, effects) = (grouped(inputs), grouped(effects));
             writeln!(out, "{scenario} seed {seed}: {inputs} inputs, the same {effects} effects")?;
-            Ok(Exit::Held)
+            Ok(RunVerdict::Held)
         }
         Ok(Err(ReplayError::Damaged { records: 0, why })) => {
             let text = format!("{name}: not a recording: {why}");
@@ -33,12 +41,12 @@ pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<Exit, Co
         }
         Ok(Err(why @ ReplayError::Differs { .. })) => {
             print_error(&format!("{name}: {why}"));
-            Ok(Exit::NotDeterministic)
+            Ok(RunVerdict::NotDeterministic)
         }
         Ok(Err(why)) => Err(CommandError::Input(format!("{name}: {why}"))),
         Err(text) => {
             print_error(&format!("{name}: {text}"));
-            Ok(Exit::Panic)
+            Ok(RunVerdict::Panic)
         }
     }
 }

@@ -1,14 +1,11 @@
 //! Results as text.
 
-use crate::exit::Exit;
-use crate::outcome::{LatencyPercentiles, RunOutcome};
-use comfy_table::presets::{NOTHING, UTF8_HORIZONTAL_ONLY};
-use comfy_table::{CellAlignment, LineStyle, Table, TableStyle};
-use kvferry_sim::world::OperationTotals;
+use crate::process::ruled;
+use crate::simulator::outcome::{LatencyPercentiles, RunOutcome};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use kvferry_sim::world::{OperationTotals, RunVerdict};
 use std::collections::BTreeMap;
-
-/// Lines around the table and below its header.
-const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
 
 /// Rows in aligned columns without lines; from column `numbers` on aligned to the right.
 pub(crate) fn columns(rows: &[Vec<String>], numbers: usize) -> String {
@@ -26,25 +23,9 @@ pub(crate) fn columns(rows: &[Vec<String>], numbers: usize) -> String {
     table.trim_fmt()
 }
 
-/// Rows below a header in lines; from column `numbers` on aligned to the right.
-pub(crate) fn ruled(header: &[&str], rows: &[Vec<String>], numbers: usize) -> String {
-    let mut table = Table::new();
-    table.load_style(RULED);
-    table.set_header(header);
-    for row in rows {
-        table.add_row(row);
-    }
-    for (_, column) in table.column_iter_mut().enumerate().filter(|(index, _)| *index >= numbers) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table.trim_fmt()
-}
-
 /// Everything about one run.
 pub(crate) fn one(outcome: &RunOutcome) -> String {
-    let mut table = Table::new();
-    table.load_style(RULED);
-    table.set_header([outcome.scenario.clone(), verdict(outcome)]);
+    let mut table = ruled(vec![outcome.scenario.clone(), verdict(outcome)]);
     let mut row = |name: &str, value: String| {
         table.add_row([name.to_string(), value]);
     };
@@ -82,9 +63,7 @@ pub(crate) fn one(outcome: &RunOutcome) -> String {
 
 /// A row per run.
 pub(crate) fn many(outcomes: &[RunOutcome]) -> String {
-    let mut table = Table::new();
-    table.load_style(RULED);
-    table.set_header([
+    let mut table = ruled(vec![
         "scenario",
         "seed",
         "verdict",
@@ -134,7 +113,7 @@ pub(crate) fn skipped(outcome: &RunOutcome) -> String {
 /// did.
 pub(crate) fn trouble(outcome: &RunOutcome, most: usize) -> String {
     let mut text = String::new();
-    if outcome.exit == Exit::Held {
+    if outcome.exit == RunVerdict::Held {
         return text;
     }
     text.push_str(&format!("{} seed {}: {}\n", outcome.scenario, outcome.seed, verdict(outcome)));
@@ -182,10 +161,10 @@ fn core(outcome: &RunOutcome) -> String {
 
 fn verdict(outcome: &RunOutcome) -> String {
     match (outcome.exit, outcome.verdict) {
-        (Exit::Held, Exit::Held) => "held".into(),
-        (Exit::Held, verdict) => format!("{verdict}, as expected"),
-        (_, Exit::Held) => "held, against expectation".into(),
-        (_, Exit::Correctness) if outcome.unmet => "an expectation is not met".into(),
+        (RunVerdict::Held, RunVerdict::Held) => "held".into(),
+        (RunVerdict::Held, verdict) => format!("{verdict}, as expected"),
+        (_, RunVerdict::Held) => "held, against expectation".into(),
+        (_, RunVerdict::Correctness) if outcome.unmet => "an expectation is not met".into(),
         (_, verdict) => verdict.to_string(),
     }
 }

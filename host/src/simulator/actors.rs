@@ -25,8 +25,8 @@ use kvferry_engine::core::{Gauges, Machine, Nanos};
 use kvferry_engine::fabric::{ControlEvent, NextPoll};
 use kvferry_scenarios::Run;
 use kvferry_sim::world::{
-    MachineConfig, MachineEffect, MachineId, MachineInput, RunReport, SimOptions,
-    SimStep, Simulation, StepAction,
+    MachineConfig, MachineEffect, MachineId, MachineInput, RunReport, SimOptions, SimStep,
+    Simulation, StepAction,
 };
 use std::cell::{RefCell, RefMut};
 use std::collections::BTreeMap;

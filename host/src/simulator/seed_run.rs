@@ -1,12 +1,12 @@
 //! One scenario with one seed: run, caught if it panics, run again and compared.
 
-use crate::exit::{CommandError, Exit};
-use crate::outcome::RunOutcome;
-use crate::scenario_files::ScenarioSource;
+use crate::process::CommandError;
+use crate::simulator::outcome::RunOutcome;
+use crate::simulator::scenario_files::ScenarioSource;
 use kvferry_engine::core::Nanos;
 use kvferry_scenarios::{Run, Scenario, ScenarioError};
 use kvferry_sim::invariants::compare_traces;
-use kvferry_sim::world::{self, Recording, SimOptions};
+use kvferry_sim::world::{self, Recording, RunVerdict, SimOptions};
 use std::cell::{Cell, RefCell};
 use std::panic::{self, AssertUnwindSafe};
 use std::path::PathBuf;
@@ -89,13 +89,13 @@ impl RunSetup {
         let options = SimOptions { record: self.record, ..SimOptions::default() };
         let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
         let first = guarded(|| match self.actors {
-            true => crate::actor_simulation::run(&run, options),
+            true => crate::simulator::actors::run(&run, options),
             false => world::run_watched(&run, options, &mut |now| watch(now, last)),
         });
         outcome.wall_seconds = started.elapsed().as_secs_f64();
         let mut recording = None;
         match first {
-            Err(text) => outcome.violate(Exit::Panic, text),
+            Err(text) => outcome.violate(RunVerdict::Panic, text),
             Ok(mut report) => {
                 recording = report.recording.take();
                 let twice = match again {
@@ -121,11 +121,11 @@ fn compare(run: &Run, first: (u64, u64), outcome: &mut RunOutcome) {
             let second = (second.trace_hash, second.events);
             if let Some(violation) = compare_traces("a second run", first, second) {
                 let text = format!("{}: {}", violation.id.name(), violation.text);
-                outcome.violate(Exit::NotDeterministic, text);
+                outcome.violate(RunVerdict::NotDeterministic, text);
             }
         }
         Err(text) => {
-            outcome.violate(Exit::Panic, format!("only when run again: {text}"));
+            outcome.violate(RunVerdict::Panic, format!("only when run again: {text}"));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Scenario files as named on the command line.
 
-use crate::exit::CommandError;
+use crate::process::CommandError;
 use kvferry_scenarios::{Scenario, ScenarioError};
 use std::path::{Path, PathBuf};
 

@@ -1,26 +1,27 @@
 //! What came out of one run.
 
-use crate::exit::Exit;
 use kvferry_engine::core::Nanos;
 use kvferry_scenarios::FaultKind;
 use kvferry_sim::faults::CoveragePhase;
-use kvferry_sim::world::{FULL, OperationTotals, Percentiles, RunReport, SaturatedLink};
+use kvferry_sim::world::{
+    FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The result of one run, as it is printed in JSON.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub(crate) struct RunOutcome {
     /// Name of the scenario.
     pub(crate) scenario: String,
     /// Seed of the run.
     pub(crate) seed: u64,
     /// How the run went.
-    pub(crate) verdict: Exit,
+    pub(crate) verdict: RunVerdict,
     /// How that compares to what the scenario expects: held if it is just that.
     #[serde(skip)]
-    pub(crate) exit: Exit,
-    /// Exit code of this scenario.
+    pub(crate) exit: RunVerdict,
+    /// RunVerdict code of this scenario.
     #[serde(rename = "exit")]
     pub(crate) code: u8,
     /// Instances that were healed for the liveness phase and stayed connected.
@@ -128,40 +129,12 @@ impl RunOutcome {
         RunOutcome {
             scenario: run.name.clone(),
             seed: run.seed,
-            verdict: Exit::Held,
-            exit: Exit::Held,
-            code: 0,
-            core: Vec::new(),
             requests,
-            finished: 0,
-            failed: 0,
             unknown: requests,
-            recomputed: 0,
-            failed_causes: BTreeMap::new(),
-            recomputed_causes: BTreeMap::new(),
-            violations: Vec::new(),
-            violation_count: 0,
-            left: None,
-            trace_hash: String::new(),
-            events: 0,
-            sim_seconds: 0.0,
-            wall_seconds: 0.0,
-            ttft: None,
-            transfer: None,
-            bytes_moved: 0,
-            link_utilisation: 0.0,
-            full_links: Vec::new(),
-            operations: OperationTotals::default(),
-            peak_blocks: 0,
-            peak_quarantined: 0,
-            faults: BTreeMap::new(),
             shaped: run.shaped.clone(),
             tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), false)).collect(),
-            never_hit: Vec::new(),
-            unmet: false,
-            coverage: BTreeMap::new(),
-            skipped: Vec::new(),
             repeat,
+            ..RunOutcome::default()
         }
     }
 
@@ -211,7 +184,7 @@ impl RunOutcome {
     }
 
     /// Something is wrong; the worst verdict stays.
-    pub(crate) fn violate(&mut self, verdict: Exit, text: String) {
+    pub(crate) fn violate(&mut self, verdict: RunVerdict, text: String) {
         self.verdict = self.verdict.max(verdict);
         self.violation_count += 1;
         self.violations.push(text);
@@ -220,11 +193,11 @@ impl RunOutcome {
     /// Compares the verdict with the exit code that the scenario expects.
     pub(crate) fn judge(&mut self, expected: u8) {
         self.exit = match self.verdict {
-            verdict if verdict.code() == expected => Exit::Held,
-            Exit::Held => {
+            verdict if verdict.code() == expected => RunVerdict::Held,
+            RunVerdict::Held => {
                 self.violation_count += 1;
                 self.violations.push(format!("everything held, but exit {expected} is expected"));
-                Exit::Correctness
+                RunVerdict::Correctness
             }
             verdict => verdict,
         };

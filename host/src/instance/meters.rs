@@ -1,14 +1,17 @@
-//! What data planes count, in the format of Prometheus.
+//! What data planes count, and metrics in the format of Prometheus.
 
-use crate::sync::lock;
+use crate::process::lock;
+use axum::response::{IntoResponse, Response};
+use hyper::header::CONTENT_TYPE;
 use kvferry_engine::actors::input_counts;
 use kvferry_fabric_host::{DataPath, PathCount};
 use kvferry_fabric_mori::MoriBackend;
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -203,4 +206,25 @@ impl Collector for InputCollector {
         }
         Ok(())
     }
+}
+
+/// The kind of a page of metrics, as Prometheus reads it.
+const PAGE_KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The page that is scraped.
+pub(crate) fn metrics_page(registry: &Registry) -> Response {
+    metrics_answer(metrics_text(registry))
+}
+
+/// What the page says.
+pub(crate) fn metrics_text(registry: &Registry) -> String {
+    let mut page = String::new();
+    // A String takes everything.
+    let _ = text::encode(&mut page, registry);
+    page
+}
+
+/// The answer with a page.
+pub(crate) fn metrics_answer(page: String) -> Response {
+    ([(CONTENT_TYPE, PAGE_KIND)], page).into_response()
 }

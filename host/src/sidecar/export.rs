@@ -1,21 +1,32 @@
 //! `kvferry export`: the last transfers of live hosts, in the format of Chrome's traces, which
 //! Perfetto opens.
 
-use crate::cli::ExportArgs;
-use crate::exit::{CommandError, Exit};
+use crate::process::{CommandError, Exit};
 use crate::sidecar::SidecarClient;
 use crate::sidecar::proto::{ClientIdentity, FromHost, VERSION};
 use crate::sidecar::record::{TransferOutcome, TransferRecord, TransferTrace};
+use clap::Args;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::time::Nanos;
 use serde_json::{Value, json};
 use std::fs::File;
 use std::io::{BufWriter, ErrorKind, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Longest wait for a host.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Arguments of `export`.
+#[derive(Debug, Args)]
+pub(crate) struct ExportArgs {
+    /// Socket of the `kvferry host` of a server; several are put on one timeline
+    #[arg(long, value_name = "SOCKET", required = true)]
+    pub(crate) live: Vec<PathBuf>,
+    /// File for the trace; standard output if not given
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+}
 
 /// Writes the transfers of all hosts that were named.
 pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
@@ -28,7 +39,7 @@ pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, Co
     let Some(path) = &args.out else {
         serde_json::to_writer(&mut *out, &file).map_err(|why| CommandError::Output(why.into()))?;
         writeln!(out)?;
-        return Ok(Exit::Held);
+        return Ok(Exit::HELD);
     };
     let fail =
         |why| CommandError::Input(format!("--out {}: {why}; name another file", path.display()));
@@ -38,7 +49,7 @@ pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, Co
     let transfers: usize = traces.iter().map(|trace| trace.records.len()).sum();
     let path = path.display();
     writeln!(out, "{transfers} transfers in {path}; https://ui.perfetto.dev opens it")?;
-    Ok(Exit::Held)
+    Ok(Exit::HELD)
 }
 
 /// Asks a host for its last transfers.

@@ -2,8 +2,8 @@
 
 use super::ClusterFiles;
 use super::client::ClusterClient;
-use crate::exit::CommandError;
-use crate::outcome::RunOutcome;
+use crate::process::{CommandError, name};
+use crate::simulator::outcome::RunOutcome;
 use kvferry_scenarios::Run;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -149,7 +149,7 @@ impl LocalCluster {
         let mut instances = Vec::with_capacity(run.instances.len());
         for instance in &run.instances {
             let mut args = text(&["serve", "--proxy", &proxy, "--seed", &seed]);
-            args.extend(text(&["--fabric", files.fabric.name()]));
+            args.extend(text(&["--fabric", &name(&files.fabric)]));
             args.extend(text(&["--instance", &instance.name, "--scenario"]));
             args.push(files.scenario.clone().into());
             if let Some(trace) = &files.trace {

@@ -1,33 +1,77 @@
 //! `run`: scenarios one after another.
 
-use crate::cli::{RunArgs, RunFabricArg, print_error};
-use crate::exit::{CommandError, Exit};
-use crate::local_cluster::ClusterRun;
-use crate::outcome::RunOutcome;
-use crate::progress::CliProgress;
-use crate::scenario_files::{ScenarioSource, find};
-use crate::seed_run::{RerunPolicy, RunSetup, quiet_panics};
-use crate::serve::FabricArg;
-use crate::table;
+use crate::instance::FabricArg;
+use crate::process::{CliProgress, CommandError, print_error};
+use crate::simulator::local_cluster::ClusterRun;
+use crate::simulator::outcome::RunOutcome;
+use crate::simulator::scenario_files::{ScenarioSource, find};
+use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics};
+use crate::simulator::table;
+use clap::{Args, ValueEnum};
 use kvferry_engine::core::Nanos;
-use kvferry_sim::world::Recording;
+use kvferry_sim::world::{Recording, RunVerdict};
 use std::collections::BTreeSet;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// Where scenarios are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RunFabricArg {
+    Sim,
+    Host,
+    Mori,
+}
+
+/// Arguments of `run`.
+#[derive(Debug, Args)]
+pub(crate) struct RunArgs {
+    /// Scenario files, or directories whose *.toml files are run by name; without any, the
+    /// bundled scenario on the bundled trace
+    #[arg(value_name = "FILE|DIR")]
+    pub(crate) paths: Vec<PathBuf>,
+    /// Seed in place of the one in the file; 1 if the file has "any"
+    #[arg(long)]
+    pub(crate) seed: Option<u64>,
+    /// Request trace in place of the one that the file names
+    #[arg(long, value_name = "FILE.jsonl")]
+    pub(crate) workload_trace: Option<PathBuf>,
+    /// Keep every input and effect of the one scenario in this file, for `replay`
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+    /// Print one JSON object per scenario and line
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Run the protocol in its actors; the second run is without them
+    #[arg(long)]
+    pub(crate) actors: bool,
+    /// Multiply the bandwidth of every simulated link, to see the same requests on fuller links
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = scale)]
+    pub(crate) link_scale: f64,
+    /// Where: in the simulator, or as processes of this machine that move host memory by themselves
+    /// or by ROCm's MoRI-IO
+    #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
+    pub(crate) fabric: RunFabricArg,
+}
+
+/// A factor of bandwidths.
+fn scale(text: &str) -> Result<f64, String> {
+    let factor = text.parse().ok().filter(|factor| (1e-6..=1e6).contains(factor));
+    factor.ok_or_else(|| "give a number from 0.000001 to 1000000".into())
+}
 
 /// Runs what is named and prints what came out.
 ///
 /// # Errors
 /// Nothing to run, or a result that cannot be written. A scenario that cannot be used is told on
 /// stderr, and the others are run.
-pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
+pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let sources = find(&args.paths)?;
     if args.record.is_some() && sources.len() != 1 {
         let text = format!("--record keeps one run, but there are {} scenarios", sources.len());
         return Err(CommandError::Input(format!("{text}; name one file")));
     }
     quiet_panics();
-    let mut worst = Exit::Held;
+    let mut worst = RunVerdict::Held;
     let mut outcomes = Vec::new();
     let progress = CliProgress::new(sources.len() as u64);
     for (done, source) in sources.iter().enumerate() {
@@ -48,7 +92,7 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<Exit, Comma
                 }
             }
             Err(CommandError::Input(text)) => {
-                worst = worst.max(Exit::Invalid);
+                worst = worst.max(RunVerdict::Invalid);
                 progress.pause(|| {
                     print_error(&text);
                     Ok(())
@@ -116,7 +160,7 @@ fn shown(outcomes: &[RunOutcome]) -> Vec<RunOutcome> {
     let mut names = BTreeSet::new();
     let mut shown = Vec::new();
     for one in outcomes {
-        if names.insert(&one.scenario) || one.exit != Exit::Held {
+        if names.insert(&one.scenario) || one.exit != RunVerdict::Held {
             shown.push(one.clone());
         }
     }
@@ -130,7 +174,7 @@ fn print(outcomes: &[RunOutcome], out: &mut dyn Write) -> Result<(), CommandErro
         outcomes => {
             writeln!(out, "{}", table::many(&shown(outcomes)))?;
             let names: BTreeSet<&str> = outcomes.iter().map(|one| one.scenario.as_str()).collect();
-            let failed = outcomes.iter().filter(|outcome| outcome.exit != Exit::Held);
+            let failed = outcomes.iter().filter(|outcome| outcome.exit != RunVerdict::Held);
             let failed: BTreeSet<&str> = failed.map(|one| one.scenario.as_str()).collect();
             let (held, all, runs) = (names.len() - failed.len(), names.len(), outcomes.len());
             let runs = if runs > all { format!(", {runs} runs") } else { String::new() };

@@ -1,6 +1,7 @@
 //! Progress of long work, on stderr and only if that is a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+#[cfg(feature = "simulator")]
 use std::io;
 use std::time::Duration;
 
@@ -37,6 +38,7 @@ impl CliProgress {
     }
 
     /// The step after `done` is done to `part` of `whole`.
+    #[cfg(feature = "simulator")]
     pub(crate) fn set_part(&self, done: u64, part: u64, whole: u64) {
         let parts = u128::from(part) * u128::from(PARTS) / u128::from(whole.max(1));
         let parts = u64::try_from(parts).unwrap_or(PARTS).min(PARTS);
@@ -44,6 +46,7 @@ impl CliProgress {
     }
 
     /// Hides the bar while something else is written.
+    #[cfg(feature = "simulator")]
     pub(crate) fn pause(&self, write: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         self.bar.suspend(write)
     }

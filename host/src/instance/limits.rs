@@ -8,7 +8,7 @@ use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::TransferSettings;
-use kvferry_scenarios::nearest;
+use kvferry_engine::text::nearest;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -51,7 +51,9 @@ struct LimitKey {
     kind: FieldKind,
 }
 
-fn table_of<T: Serialize + Default>(table: &'static str) -> impl Iterator<Item = LimitKey> {
+fn table_of<T: Serialize + DeserializeOwned + Default>(
+    table: &'static str,
+) -> impl Iterator<Item = LimitKey> {
     fields(&T::default()).into_iter().map(move |(field, kind)| {
         let unit = if matches!(kind, FieldKind::Time(_)) { "_ms" } else { "" };
         LimitKey { table, name: format!("{field}{unit}"), field, kind }
@@ -224,6 +226,16 @@ impl Overrides {
         let given: Map<String, Value> = given.collect();
         T::deserialize(Value::Object(given)).map_err(|why| format!("{table}: {why}"))
     }
+}
+
+/// Times and limits as options and variables have them.
+///
+/// # Errors
+/// The key and its value, and what there may be.
+pub(crate) fn limits_given(text: &str) -> Result<Overrides, String> {
+    let mut given = Overrides::default();
+    given.assign(text)?;
+    Ok(given)
 }
 
 impl ProtocolLimits {

@@ -1,6 +1,6 @@
 //! The data planes that there are, by what is configured.
 
-use crate::meters::PlaneMeter;
+use crate::instance::PlaneMeter;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::fabric::DataPlane;
 use kvferry_fabric_host::{HostConfig, HostPlane};

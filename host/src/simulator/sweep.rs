@@ -1,18 +1,19 @@
 //! `sweep`: one scenario, many seeds, several at a time.
 
-use crate::cli::{SweepArgs, print_error};
-use crate::exit::{CommandError, Exit};
-use crate::outcome::RunOutcome;
-use crate::progress::CliProgress;
-use crate::scenario_files::ScenarioSource;
-use crate::seed_run::{RerunPolicy, RunSetup, quiet_panics};
-use crate::table::{columns, grouped, trouble};
+use crate::process::{CliProgress, CommandError, print_error};
+use crate::simulator::outcome::RunOutcome;
+use crate::simulator::scenario_files::ScenarioSource;
+use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics};
+use crate::simulator::table::{columns, grouped, trouble};
 use clap::Args;
 use kvferry_scenarios::{FaultKind, Scenario};
 use kvferry_sim::faults::CoveragePhase;
+use kvferry_sim::world::RunVerdict;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
@@ -26,6 +27,28 @@ const SHOWN: usize = 20;
 
 /// Violations that are shown of each.
 const VIOLATIONS: usize = 3;
+
+/// Arguments of `sweep`.
+#[derive(Debug, Args)]
+pub(crate) struct SweepArgs {
+    /// Scenario file
+    pub(crate) file: PathBuf,
+    /// Number of seeds
+    #[arg(long, value_name = "N")]
+    pub(crate) seeds: u64,
+    /// First seed; drawn at random if not given, so that every sweep looks at other seeds
+    #[arg(long, value_name = "N", default_value_t = rand::random_range(0..1 << 32),
+        hide_default_value = true)]
+    pub(crate) base: u64,
+    /// Runs at a time; as many as there are cores if not given
+    #[arg(long, value_name = "N")]
+    pub(crate) jobs: Option<NonZeroUsize>,
+    /// Print one JSON object per seed and line
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) budget: Budget,
+}
 
 /// How a seed ended.
 type SeedResult = Result<RunOutcome, CommandError>;
@@ -81,7 +104,7 @@ impl Budget {
 #[derive(Debug, Default)]
 struct SweepTotals {
     runs: u64,
-    worst: Exit,
+    worst: RunVerdict,
     failing: Vec<RunOutcome>,
     finished: u64,
     failed: u64,
@@ -105,7 +128,7 @@ struct SweepTotals {
 /// # Errors
 /// A scenario that cannot be used, or a result that cannot be written. A seed with which it cannot
 /// be used is told on stderr, and the others are run.
-pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
+pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let source = ScenarioSource::File(args.file.clone());
     let setup = RunSetup { source, trace: None, link_scale: 1.0, actors: false, record: false };
     let scenario = setup.load()?;
@@ -142,7 +165,7 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<Exit, Com
     }
     let broken = args.budget.broken(&sum);
     broken.iter().for_each(|line| print_error(line));
-    Ok(if broken.is_empty() { sum.worst } else { sum.worst.max(Exit::Liveness) })
+    Ok(if broken.is_empty() { sum.worst } else { sum.worst.max(RunVerdict::Liveness) })
 }
 
 /// Seeds to run, shared by the threads.
@@ -194,7 +217,7 @@ fn collect(
                 }
                 Err(CommandError::Input(text)) => {
                     sum.runs += 1;
-                    sum.worst = sum.worst.max(Exit::Invalid);
+                    sum.worst = sum.worst.max(RunVerdict::Invalid);
                     progress.pause(|| {
                         print_error(&format!("seed {seed}: {text}"));
                         Ok(())
@@ -231,7 +254,7 @@ impl SweepTotals {
         for (place, hits) in &outcome.coverage {
             *self.hits.entry(*place).or_default() += hits;
         }
-        if outcome.exit != Exit::Held {
+        if outcome.exit != RunVerdict::Held {
             self.failing.push(outcome);
         }
     }
@@ -259,7 +282,7 @@ fn coverage(sum: &SweepTotals) -> String {
 
 /// Faults that seeds have but that never hit; empty if all did.
 fn never_hit(sum: &SweepTotals) -> String {
-    let never = crate::outcome::never_hit(&sum.tables);
+    let never = crate::simulator::outcome::never_hit(&sum.tables);
     match never.is_empty() {
         true => String::new(),
         false => format!("never hit: {}\n\n", never.join(", ")),

@@ -10,15 +10,16 @@ mod child;
 mod client;
 mod faults;
 
-use crate::exit::{CommandError, Exit};
-use crate::outcome::RunOutcome;
-use crate::scenario_files::ScenarioSource;
-use crate::serve::FabricArg;
+use crate::instance::FabricArg;
+use crate::process::{CommandError, name};
+use crate::simulator::outcome::RunOutcome;
+use crate::simulator::scenario_files::ScenarioSource;
 use check::RunChecks;
 use child::LocalCluster;
 use client::{ClusterClient, RequestOutcome};
 use faults::InjectionPlan;
 use kvferry_scenarios::{Run, Scenario};
+use kvferry_sim::world::RunVerdict;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -56,7 +57,7 @@ impl ClusterRun<'_> {
             "kvferry run {} --seed {} --fabric {}",
             path.display(),
             self.seed,
-            self.fabric.name()
+            name(&self.fabric)
         );
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let mut outcome = RunOutcome::empty(&run, repeat);
@@ -130,7 +131,7 @@ async fn play(
         let text = format!(
             "L1-every-request-ends: {unanswered} requests without an answer after {limit:?}"
         );
-        outcome.violate(Exit::Liveness, text);
+        outcome.violate(RunVerdict::Liveness, text);
     }
     fleet.resume_all();
     fleet.gather(&client, outcome).await;
@@ -149,7 +150,7 @@ fn count(outcome: &mut RunOutcome, end: &RequestOutcome) {
         RequestOutcome::Gone => {}
         RequestOutcome::Wrong(text) => {
             outcome.finished += 1;
-            outcome.violate(Exit::Correctness, text.clone());
+            outcome.violate(RunVerdict::Correctness, text.clone());
         }
     }
 }

@@ -1,12 +1,13 @@
 //! `list`: the closed lists of the scenario language, and scenario files.
 
-use crate::cli::{ListArgs, print_error};
-use crate::exit::{CommandError, Exit};
-use crate::scenario_files::{ScenarioSource, find};
-use crate::table::columns;
-use clap::ValueEnum;
+use crate::process::{CommandError, print_error};
+use crate::simulator::scenario_files::{ScenarioSource, find};
+use crate::simulator::table::columns;
+use clap::{Args, ValueEnum};
 use kvferry_scenarios::{FaultKind, InvariantId, MessageName, TriggerEvent};
+use kvferry_sim::world::RunVerdict;
 use std::io::Write;
+use std::path::PathBuf;
 
 /// What can be listed.
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -23,12 +24,22 @@ pub(crate) enum ListTopic {
     Invariants,
 }
 
+/// Arguments of `list`.
+#[derive(Debug, Args)]
+pub(crate) struct ListArgs {
+    /// Which list
+    pub(crate) what: ListTopic,
+    /// Where to look for scenarios
+    #[arg(value_name = "DIR", default_value = "scenarios")]
+    pub(crate) folder: PathBuf,
+}
+
 /// Prints a list.
 ///
 /// # Errors
 /// A folder without scenarios, or output that cannot be written.
-pub(crate) fn command(args: &ListArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
-    let mut exit = Exit::Held;
+pub(crate) fn command(args: &ListArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
+    let mut exit = RunVerdict::Held;
     let rows: Vec<Vec<String>> = match args.what {
         ListTopic::Scenarios => scenarios(args, &mut exit)?,
         ListTopic::Faults => entries(FaultKind::ALL, |it| [it.id(), it.name(), it.about()]),
@@ -48,7 +59,7 @@ fn entries<T: Copy, const N: usize>(
 }
 
 /// The bundled scenario, and the files of the folder; without one, the bundled scenario alone.
-fn scenarios(args: &ListArgs, exit: &mut Exit) -> Result<Vec<Vec<String>>, CommandError> {
+fn scenarios(args: &ListArgs, exit: &mut RunVerdict) -> Result<Vec<Vec<String>>, CommandError> {
     let mut sources = vec![ScenarioSource::Bundled];
     if args.folder.is_dir() {
         sources.extend(find(std::slice::from_ref(&args.folder))?);
@@ -62,7 +73,7 @@ fn scenarios(args: &ListArgs, exit: &mut Exit) -> Result<Vec<Vec<String>>, Comma
             Ok(scenario) => rows.push(vec![scenario.name().into(), scenario.about().into()]),
             Err(why) => {
                 print_error(&why.to_string());
-                *exit = Exit::Invalid;
+                *exit = RunVerdict::Invalid;
             }
         }
     }

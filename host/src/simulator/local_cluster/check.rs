@@ -2,11 +2,11 @@
 
 use super::child::LocalCluster;
 use super::client::{ClusterClient, RequestOutcome};
-use crate::exit::Exit;
-use crate::outcome::RunOutcome;
 use crate::serve::kv_content::{expected, prompt, prompt_ids};
+use crate::simulator::outcome::RunOutcome;
 use kvferry_scenarios::run::{CountBounds, Expect, ExpectedOperations, ExpectedRequests};
 use kvferry_scenarios::{InvariantId, Run};
+use kvferry_sim::world::RunVerdict;
 use std::time::{Duration, Instant};
 
 /// Invariants that are seen from outside: wrong bytes, leaks, outcomes, ends.
@@ -75,7 +75,7 @@ impl<'a> RunChecks<'a> {
                         let faults = metrics.sum("kvferry_faults_total");
                         if faults > 0 {
                             let text = format!("{} broke {faults} promises", process.name);
-                            return outcome.violate(Exit::Correctness, text);
+                            return outcome.violate(RunVerdict::Correctness, text);
                         }
                         if legs + held > 0 {
                             left.push(format!("{}: {legs} legs, {held} blocks", process.name));
@@ -88,7 +88,7 @@ impl<'a> RunChecks<'a> {
             }
             if begun.elapsed() > within {
                 let text = format!("I3-no-leak: after {within:?} {}", left.join("; "));
-                return outcome.violate(Exit::Correctness, text);
+                return outcome.violate(RunVerdict::Correctness, text);
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -111,7 +111,7 @@ impl<'a> RunChecks<'a> {
                 continue;
             }
             let text = format!("expected otherwise: {count} {name}, not {min}..={max}");
-            outcome.violate(Exit::Correctness, text);
+            outcome.violate(RunVerdict::Correctness, text);
         }
         let Expect { operations, first_tokens, .. } = &self.run.expect;
         if *operations != ExpectedOperations::default() || !first_tokens.is_empty() {

@@ -1,0 +1,27 @@
+//! What an instance is made of, whichever program holds its machines: `kvferry host` and the
+//! stand-in server share it. Its planes and what they count, where it listens, its incarnations,
+//! the times and limits of the protocol, and what it tells routers.
+
+mod fabric_args;
+mod failure_notice;
+pub(crate) mod incarnations;
+mod legs;
+pub mod limits;
+mod listeners;
+mod meters;
+mod plane;
+mod setup;
+
+pub(crate) use fabric_args::{BackendArg, FabricArg, mori_settings};
+pub(crate) use failure_notice::{FailureNotice, ReportedFailure, find_failure};
+pub(crate) use legs::InstanceIdentity;
+pub use limits::{Overrides, ProtocolLimits};
+pub(crate) use listeners::{ControlListeners, ListenAddresses, remedy};
+pub use meters::{BackendCounts, PATHS, PlaneCounters};
+pub(crate) use meters::{
+    CounterSource, InputCollector, PlaneCollector, PlaneMeter, metrics_answer, metrics_page,
+    metrics_text,
+};
+pub use plane::PlaneConfig;
+pub(crate) use plane::StartedPlane;
+pub(crate) use setup::{RankSetup, log_refusal, log_router, log_violation};

@@ -1,0 +1,49 @@
+//! What every command shares with the others: how it ends, its logs, signals and standard output,
+//! values of arguments, and how results are laid out.
+
+mod exit;
+pub(crate) mod logs;
+mod progress;
+mod signals;
+mod stdout;
+
+pub(crate) use exit::{CommandError, Exit, print_error};
+pub(crate) use progress::CliProgress;
+pub(crate) use signals::{ShutdownSignals, follow_parent};
+pub(crate) use stdout::StdoutGuard;
+
+use clap::ValueEnum;
+use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
+use comfy_table::{LineStyle, Row, Table, TableStyle};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Locks, also after somebody panicked while holding it: no holder leaves anything half done.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lines around a table and below its header.
+const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
+
+/// A table below its header, in lines.
+pub(crate) fn ruled(header: impl Into<Row>) -> Table {
+    let mut table = Table::new();
+    table.load_style(RULED);
+    table.set_header(header);
+    table
+}
+
+/// As the command line has it.
+pub(crate) fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+/// Seconds of an argument such as 0.5.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| format!("{text:?} is no number of seconds"))?;
+    match seconds.is_finite() && (0.001..=86_400.0).contains(&seconds) {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err(format!("{text} is not from 0.001 to 86400 seconds")),
+    }
+}

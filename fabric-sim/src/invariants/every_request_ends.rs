@@ -269,13 +269,7 @@ mod tests {
     }
 
     fn prompt_arrives(bench: &mut InvariantBench, id: &str) {
-        let leg = PrefillLeg {
-            key: key("s"),
-            siblings: 1,
-            mode: Mode::Pull,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = PrefillLeg::new(key("s"), Mode::Pull);
         let hook = &PrefillHook::Arrived { request: request(id), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
     }

@@ -264,13 +264,7 @@ mod tests {
     #[test]
     fn a_source_is_freed_once_and_not_before_the_end() {
         let mut bench = bench();
-        let leg = PrefillLeg {
-            key: key("r"),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = PrefillLeg::new(key("r"), Mode::Push);
         prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };

@@ -280,13 +280,7 @@ mod tests {
 
     /// A prompt of one block is computed.
     fn computed(bench: &mut InvariantBench, name: &str, block: u32) {
-        let leg = PrefillLeg {
-            key: key(name),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = PrefillLeg::new(key(name), Mode::Push);
         let blocks = vec![BlockList::new(vec![block])];
         let chunks = vec![Chunk { request: request(name), from: 0, to: 16, blocks }];
         let hooks = [
@@ -334,13 +328,7 @@ mod tests {
     #[test]
     fn a_source_stays_while_a_living_decode_waits_for_it() {
         let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
-        let leg = PrefillLeg {
-            key: key("r"),
-            siblings: 1,
-            mode: Mode::Push,
-            incarnation: None,
-            moriio: None,
-        };
+        let leg = PrefillLeg::new(key("r"), Mode::Push);
         let hook = &PrefillHook::Arrived { request: request("p"), leg, tokens: 16 };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let hook = &DecodeHook::Arrived { request: request("r"), leg: decode_leg("r"), tokens: 16 };

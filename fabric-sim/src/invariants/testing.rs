@@ -343,13 +343,7 @@ pub(super) fn decode_body(name: &str) -> LegBody {
 }
 
 pub(super) fn prefill_body(name: &str) -> LegBody {
-    let transfer = PrefillLeg {
-        key: key(name),
-        siblings: 1,
-        mode: Mode::Push,
-        incarnation: None,
-        moriio: None,
-    };
+    let transfer = PrefillLeg::new(key(name), Mode::Push);
     LegBody::Prefill { transfer, prompt: 0 }
 }
 

@@ -4,8 +4,8 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use kvferry_engine::core::layout::{
-    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout, Route, Slices,
-    TokenSpan, routes,
+    BlockList, Geometry, HeadSlots, KvGroup, LayerLayout, RankLayout, Route, Slices, TokenSpan,
+    routes,
 };
 use kvferry_engine::fabric::{Address, RegionDesc};
 use std::hint::black_box;
@@ -24,11 +24,7 @@ fn route(latent: bool) -> Route {
         latent,
         packed: false,
         layers: LAYERS,
-        groups: vec![KvGroup {
-            kind: GroupKind::Full,
-            block_tokens: BLOCK_TOKENS,
-            layers: (0..LAYERS).collect(),
-        }],
+        groups: vec![KvGroup::full(BLOCK_TOKENS, 0..LAYERS)],
     };
     // DeepSeek-V3: 512 + 64 latent elements; else heads of 128 elements. 2 bytes each.
     let (slots, heads, width) =

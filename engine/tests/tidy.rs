@@ -185,6 +185,28 @@ fn the_name_of_a_type_stands_for_one_thing() {
 }
 
 #[test]
+fn public_enums_of_errors_may_grow() {
+    let mut found = 0;
+    for path in files("", ".rs") {
+        let text = read(&path);
+        let lines: Vec<&str> = text.lines().collect();
+        for (at, line) in lines.iter().enumerate() {
+            let Some(name) = line.strip_prefix("pub enum ").and_then(|rest| rest.split(' ').next())
+            else {
+                continue;
+            };
+            if ["Error", "Failure", "Refused", "Refusal"].iter().any(|end| name.ends_with(end)) {
+                let mut above = lines[..at].iter().rev().take_while(|line| line.starts_with("#["));
+                let grows = above.any(|line| *line == "#[non_exhaustive]");
+                assert!(grows, "{}: {name} is not #[non_exhaustive]", path.display());
+                found += 1;
+            }
+        }
+    }
+    assert!(found >= 10, "only {found} enums of errors were found");
+}
+
+#[test]
 fn the_glossary_names_types_that_exist() {
     let all: BTreeSet<String> = types().into_iter().map(|(name, _)| name).collect();
     let glossary = read(&root().join("docs/glossary.md"));

@@ -1,6 +1,22 @@
 //! A data plane over ROCm's MoRI-IO: RDMA between hosts, xGMI between the GPUs of one. MoRI is
 //! loaded when a plane is made, and only then; without it there is an error that says what was
 //! looked for.
+//!
+//! ```text
+//!  owner --> MoriPlane --jobs--> thread of the engine --> mori-sys --> C shim --> MoRI-IO
+//!        <-- events    <-- poller of completions <------------------------------- (RDMA, xGMI)
+//!            door: hello and memory descriptors over TCP <--> MoriPlane of a peer
+//! ```
+//!
+//! ```no_run
+//! use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
+//!
+//! let config = MoriConfig { backend: MoriBackend::Xgmi, ..MoriConfig::default() };
+//! match MoriPlane::new(config) {
+//!     Ok(plane) => println!("{plane:?}"),
+//!     Err(why) => println!("{why}"),
+//! }
+//! ```
 #![warn(missing_docs)]
 
 // First, for its macro.

@@ -6,6 +6,25 @@
 //! [`net::SimControlPlane`]) and a half that the world owns ([`dma::Dma`] and
 //! [`net::ControlNetwork`]). The halves talk in values, so that they can live in one loop or on
 //! both sides of a mailbox.
+//!
+//! ```text
+//!  scenario file + seed --> Run --> world::Simulation -- step --> machines of kvferry-engine
+//!                                     |  queue, clients, faults  <-- effects --
+//!                                     |  dma, net, memory
+//!                                     v
+//!                                   invariants, trace hash --> RunReport
+//! ```
+//!
+//! ```
+//! use kvferry_scenarios::parse;
+//! use kvferry_sim::world::{RunVerdict, SimOptions, run};
+//!
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = parse("one.toml", text, ".".as_ref(), None)?;
+//! let report = run(&scenario.draw(1)?, SimOptions::default());
+//! assert_eq!((report.verdict, report.finished), (RunVerdict::Held, 1));
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 mod abilities;
 pub mod dma;

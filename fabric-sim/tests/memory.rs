@@ -1,6 +1,6 @@
 //! What memory remembers, in bytes and in cells alike.
 
-use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::core::layout::{Geometry, HeadSlots, KvGroup, LayerLayout};
 use kvferry_engine::fabric::{
     Caps, Credits, DataEvent, DataPlane, Direction, FenceScope, OpId, PeerId, Placement,
     PlaneTimeouts, RegionId, SessionId, Submit,
@@ -37,18 +37,9 @@ enum SliceOrder {
 }
 
 fn geometry(tp: u16) -> Geometry {
-    let layers = (0..LAYERS).collect();
-    let group = KvGroup { kind: GroupKind::Full, block_tokens: TOKENS, layers };
+    let group = KvGroup::full(TOKENS, 0..LAYERS);
     let groups = vec![group];
-    Geometry {
-        model: "m".into(),
-        tp,
-        kv_heads: 4,
-        latent: false,
-        packed: false,
-        layers: LAYERS,
-        groups,
-    }
+    Geometry { tp, ..Geometry::new("m", 4, groups) }
 }
 
 fn layout(order: SliceOrder, slots: u32, layer: u16) -> LayerLayout {

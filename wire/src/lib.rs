@@ -1,6 +1,26 @@
 //! Control plane over ZeroMQ: DEALER for links that are dialled, one ROUTER for each channel that
 //! is listened on, over TCP. Unmodified vLLM peers and routers use the same sockets.
 //!
+//! ```text
+//!  core --> ControlPlane --> ZmqPlane ==commands==> thread: DEALER --TCP--> ROUTER of a peer
+//!       <-- events ---------         <==frames=====         ROUTER <-TCP--- DEALER of a peer
+//! ```
+//!
+//! ```
+//! use kvferry_engine::fabric::{ControlPlane, LinkId, LinkKind};
+//! use kvferry_wire::{WireConfig, ZmqPlane};
+//!
+//! let mut plane = ZmqPlane::new(WireConfig::default())?;
+//! let endpoint = plane.listen(LinkKind::Handshake)?;
+//! assert!(endpoint.0.starts_with("tcp://127.0.0.1:"));
+//! // A peer does this; the answer is a `LinkUp` on either side, or a `LinkDown`.
+//! let mut peer = ZmqPlane::new(WireConfig::default())?;
+//! peer.dial(LinkId(0), &endpoint, LinkKind::Handshake)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! The example `connector` of this package is two serving engines over it.
+//!
 //! A link is one TCP connection. libzmq does not get to reconnect: a link that breaks is down, and
 //! the core dials another. libzmq cannot close one peer of a ROUTER, so hanging up an inbound link
 //! means not listening to it any more; its memory is freed when the other side closes.

@@ -3,20 +3,16 @@
 mod common;
 
 use common::{PATIENCE, TestZmqPlane};
-use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::command::ControlCommand;
-use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use kvferry_engine::core::ids::{Incarnation, StepId, TransferKey};
-use kvferry_engine::core::layout::{
-    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
-};
+use kvferry_engine::core::layout::{BlockList, Geometry, KvGroup, LayerLayout, RankLayout};
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::{Address, ControlEvent, ControlPlane, Endpoint, LinkKind, RegionDesc};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How much slower than the machine's the clocks of the cores go: whatever it does meanwhile, no
@@ -79,24 +75,13 @@ impl<M: Machine> ZmqTestNode<M> {
 }
 
 fn geometry() -> Geometry {
-    let group = KvGroup { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
-    Geometry {
-        model: "wire".into(),
-        tp: 1,
-        kv_heads: 1,
-        latent: false,
-        packed: false,
-        layers: 1,
-        groups: vec![group],
-    }
+    let group = KvGroup::full(16, [0]);
+    Geometry::new("wire", 1, vec![group])
 }
 
 /// Where the KV of the only rank would be; nothing is moved here.
 fn ready() -> TransferReport {
-    let shape = [8, 1, 16, 8];
-    let stride = [128, 128, 8, 1];
-    let slots = HeadSlots::Fused;
-    let layer = LayerLayout { region: 0, base: 0, shape, stride, element: 2, slots };
+    let layer = LayerLayout::contiguous(0, [8, 1, 16, 8], 2);
     let layout = RankLayout {
         rank: 0,
         address: Address([].into()),
@@ -107,19 +92,11 @@ fn ready() -> TransferReport {
 }
 
 fn config(role: Role, control: &Endpoint, router: &Endpoint) -> CoreConfig {
+    let (engine, incarnation) = (role.to_string(), Incarnation(1));
     CoreConfig {
-        engine: role.to_string().into(),
-        incarnation: Incarnation(1),
-        role,
-        mode: Mode::Push,
-        geometry: Arc::new(geometry()),
         http: "http://127.0.0.1:1".into(),
-        control: control.clone(),
-        dp: (0, 1),
         router: Some(router.clone()),
-        settings: CoreSettings::default(),
-        channel: ChannelConfig::default(),
-        moriio: None,
+        ..CoreConfig::new(role, engine, incarnation, geometry(), control.clone())
     }
 }
 
@@ -195,18 +172,11 @@ fn cores_register_say_hello_and_speak_over_zeromq() {
     let key = TransferKey { id: "tx".into(), prompt: 0 };
     let incarnation = Some(Incarnation(1));
     let mode = Mode::Push;
-    let leg = DecodeLeg {
-        key: key.clone(),
-        sibling: 0,
-        mode,
-        prefill: "prefill".into(),
-        control,
-        incarnation,
-        moriio: None,
-    };
+    let leg =
+        DecodeLeg { incarnation, ..DecodeLeg::new(key.clone(), mode, "prefill".into(), control) };
     let request = "d".into();
     trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 16 }));
-    let leg = PrefillLeg { key, siblings: 1, mode, incarnation, moriio: None };
+    let leg = PrefillLeg { incarnation, ..PrefillLeg::new(key, mode) };
     let request = "p".into();
     trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens: 16 }));
     let blocks = vec![BlockList::new(vec![1])];

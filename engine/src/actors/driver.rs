@@ -139,7 +139,7 @@ impl<S: PlaneAdapter> Driver<S> {
     }
 
     /// Changes the machine and its planes: those that the adapter has afterwards wake the driver.
-    pub fn reconfigure<R>(
+    pub(super) fn reconfigure<R>(
         &mut self,
         context: &mut Context<Self>,
         equip: impl FnOnce(&mut S, &mut S::Machine, &mut InputQueue<S::Machine>) -> R,

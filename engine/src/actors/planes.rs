@@ -102,12 +102,12 @@ impl LocalPlanes {
     }
 
     /// Sets the control plane.
-    pub fn set_control(&mut self, plane: Box<dyn ControlPlane>) {
+    pub(super) fn set_control(&mut self, plane: Box<dyn ControlPlane>) {
         self.control = Some(PolledPlane::new(plane));
     }
 
     /// Adds the data plane of a rank.
-    pub fn add_rank(&mut self, rank: u16, plane: Box<dyn DataPlane>) {
+    pub(super) fn add_rank(&mut self, rank: u16, plane: Box<dyn DataPlane>) {
         self.ranks.push((rank, PolledPlane::new(plane)));
     }
 }

@@ -68,6 +68,7 @@ pub enum DataCommand {
 
 /// A call that was not taken.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub enum DataRefusal {
     Register { region: RegionId, why: Refused },
     Connect { peer: PeerId, why: Refused },

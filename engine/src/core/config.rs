@@ -36,6 +36,36 @@ pub struct CoreConfig {
     pub moriio: Option<MoriioConfig>,
 }
 
+impl CoreConfig {
+    /// A core that pushes, is the only DP rank, registers nowhere, speaks to native peers alone, and
+    /// has the default times and limits; change what is different by its fields.
+    ///
+    /// The incarnation is a later one than that of every earlier run of the engine, see
+    /// [`Incarnation::begin`]. `control` is where its control plane listens for handshakes.
+    pub fn new(
+        role: Role,
+        engine: impl Into<EngineId>,
+        incarnation: Incarnation,
+        geometry: impl Into<Arc<Geometry>>,
+        control: Endpoint,
+    ) -> CoreConfig {
+        CoreConfig {
+            engine: engine.into(),
+            incarnation,
+            role,
+            mode: Mode::Push,
+            geometry: geometry.into(),
+            http: "".into(),
+            control,
+            dp: (0, 1),
+            router: None,
+            settings: CoreSettings::default(),
+            channel: ChannelConfig::default(),
+            moriio: None,
+        }
+    }
+}
+
 /// Times and limits of a prefill or decode core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -79,6 +79,12 @@ impl Incarnation {
     /// 1970, if `last` is the latest that is known of: a later one, though the clock went back.
     /// What is not remembered anywhere cannot count; peers and routers then take an incarnation
     /// that seems to be before the last one as soon as that one is over.
+    ///
+    /// ```
+    /// # use kvferry_engine::core::ids::Incarnation;
+    /// let first = Incarnation::begin(1_700_000_000_000_000, None);
+    /// assert!(Incarnation::begin(1_600_000_000_000_000, Some(first)) > first);
+    /// ```
     pub fn begin(clock_us: u64, last: Option<Incarnation>) -> Incarnation {
         let after = last.filter(|last| *last <= Incarnation::LATEST).map_or(1, |last| last.0 + 1);
         Incarnation(clock_us.min(Incarnation::LATEST.0).max(after))

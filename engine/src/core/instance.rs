@@ -91,6 +91,18 @@ impl InstanceInput {
     }
 }
 
+impl From<PrefillHook> for InstanceInput {
+    fn from(hook: PrefillHook) -> Self {
+        InstanceInput::Prefill(hook)
+    }
+}
+
+impl From<DecodeHook> for InstanceInput {
+    fn from(hook: DecodeHook) -> Self {
+        InstanceInput::Decode(hook)
+    }
+}
+
 /// What an instance wants done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InstanceEffect {

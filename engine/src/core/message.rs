@@ -182,6 +182,13 @@ pub struct PrefillLeg {
     pub moriio: Option<Arc<MoriioLeg>>,
 }
 
+impl PrefillLeg {
+    /// Of a prompt that one sample fetches from whatever incarnation gets the leg.
+    pub fn new(key: TransferKey, mode: Mode) -> PrefillLeg {
+        PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None }
+    }
+}
+
 /// What the decode leg of a request carries beside the prompt.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DecodeLeg {
@@ -200,6 +207,13 @@ pub struct DecodeLeg {
     /// The prefill, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio: Option<Arc<MoriioLeg>>,
+}
+
+impl DecodeLeg {
+    /// Of the only sample, whose prompt the engine `prefill` has in whatever incarnation.
+    pub fn new(key: TransferKey, mode: Mode, prefill: EngineId, control: Endpoint) -> DecodeLeg {
+        DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None }
+    }
 }
 
 /// How a request ended on its engine.

@@ -6,15 +6,12 @@ mod planes;
 
 use actix::{Addr, Context, Handler, Message, System};
 use kvferry_engine::actors::*;
-use kvferry_engine::core::channel::ChannelConfig;
-use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use kvferry_engine::core::instance::{Instance, InstanceInput};
-use kvferry_engine::core::layout::{
-    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout,
-};
+use kvferry_engine::core::layout::{BlockList, Geometry, KvGroup, LayerLayout};
 use kvferry_engine::core::message::*;
-use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::*;
 use planes::{Loopback, LoopbackMemory, LoopbackSide, LoopbackWire};
@@ -30,53 +27,16 @@ const BLOCKS: u32 = 32;
 const BLOCK_BYTES: u64 = 2 * 16 * 8;
 
 fn core_config(role: Role, mode: Mode) -> CoreConfig {
-    CoreConfig {
-        engine: role.to_string().into(),
-        incarnation: Incarnation(1),
-        role,
-        mode,
-        geometry: Arc::new(geometry()),
-        http: "none".into(),
-        control: "loopback".into(),
-        dp: (0, 1),
-        router: None,
-        settings: CoreSettings::default(),
-        channel: ChannelConfig::default(),
-        moriio: None,
-    }
+    let groups = vec![KvGroup::full(BLOCK, [0])];
+    let geometry = Geometry { tp: TP, ..Geometry::new("actors", 4, groups) };
+    let (engine, incarnation) = (role.to_string(), Incarnation(1));
+    CoreConfig { mode, ..CoreConfig::new(role, engine, incarnation, geometry, "loopback".into()) }
 }
 
-fn geometry() -> Geometry {
-    Geometry {
-        model: "actors".into(),
-        tp: TP,
-        kv_heads: 4,
-        latent: false,
-        packed: false,
-        layers: 1,
-        groups: vec![KvGroup { kind: GroupKind::Full, block_tokens: BLOCK, layers: vec![0] }],
-    }
-}
-
-fn transfer(role: Role, mode: Mode, rank: u16, plane: &Loopback) -> TransferConfig {
-    TransferConfig {
-        rank,
-        role,
-        mode,
-        geometry: Arc::new(geometry()),
-        address: plane.address(),
-        caps: plane.caps(),
-        memory: vec![Memory::Own { base: 0, len: u64::from(BLOCKS) * BLOCK_BYTES }],
-        layers: vec![LayerLayout {
-            region: 0,
-            base: 0,
-            shape: [BLOCKS, 2, BLOCK, 8],
-            stride: [2 * 16 * 8, 16 * 8, 8, 1],
-            element: 1,
-            slots: HeadSlots::Fused,
-        }],
-        settings: TransferSettings::default(),
-    }
+/// Where the KV of a rank lies.
+fn kv() -> (Vec<Memory>, Vec<LayerLayout>) {
+    let memory = Memory::Own { base: 0, len: u64::from(BLOCKS) * BLOCK_BYTES };
+    (vec![memory], vec![LayerLayout::contiguous(0, [BLOCKS, 2, BLOCK, 8], 1)])
 }
 
 /// What a core may tell its engine.
@@ -132,8 +92,8 @@ impl EffectHandler for Away {
     }
 }
 
-type TestHost = Driver<InstanceAdapter<LocalPlanes, TestOutlet>>;
-type TestRanks = Driver<InstanceAdapter<LocalPlanes, Away>>;
+type TestHost = InstanceDriver<TestOutlet>;
+type TestRanks = InstanceDriver<Away>;
 
 /// An instance with its actors.
 struct TestInstance {
@@ -157,29 +117,17 @@ impl TestInstance {
         // So slowly that no limit of the machines passes, whatever else runs here.
         let clock: Clock = Arc::new(move || Nanos(started.elapsed().as_micros() as u64));
         let (told, news) = mpsc::unbounded_channel();
-        let (mut instance, mut fabric) = (Instance::default(), LocalPlanes::new());
-        instance.add_core(core_config(role, mode));
-        fabric.set_control(Box::new(side));
-        let plane = |rank: u16| Loopback::new(rank as u8 + 8 * role as u8, store.clone());
-        if together {
-            for rank in 0..TP {
-                let plane = plane(rank);
-                instance.add_rank(transfer(role, mode, rank, &plane));
-                fabric.add_rank(rank, Box::new(plane));
-            }
-        }
-        let first = (0..TP).filter(|_| together).map(InstanceInput::Start);
-        let site =
-            InstanceAdapter { fabric, outlet: TestOutlet { told: told.clone(), away: Vec::new() } };
-        let core = Driver::start(|_| site, instance, first, clock.clone());
-        let ranks = (0..TP).filter(|_| !together).map(|rank| {
-            let (mut instance, mut fabric, plane) =
-                (Instance::default(), LocalPlanes::new(), plane(rank));
-            instance.add_rank(transfer(role, mode, rank, &plane));
-            fabric.add_rank(rank, Box::new(plane));
-            let site = InstanceAdapter { fabric, outlet: Away(core.clone(), told.clone()) };
-            Driver::start(|_| site, instance, [InstanceInput::Start(rank)], clock.clone())
-        });
+        let instance = || InstanceBuilder::new(core_config(role, mode)).with_clock(clock.clone());
+        let with_rank = |instance: InstanceBuilder, rank: u16| {
+            let plane = Loopback::new(rank as u8 + 8 * role as u8, store.clone());
+            instance.with_rank(rank, Box::new(plane), kv(), TransferSettings::default())
+        };
+        let beside = (0..TP).filter(|_| together);
+        let core = beside.fold(instance().with_core(Box::new(side)), with_rank);
+        let core = core.start(|_| TestOutlet { told: told.clone(), away: Vec::new() });
+        let ranks = (0..TP)
+            .filter(|_| !together)
+            .map(|rank| with_rank(instance(), rank).start(|_| Away(core.clone(), told.clone())));
         let away: Vec<_> = ranks.collect();
         core.send(Apart(away.clone())).await.unwrap();
         let mut served = TestInstance { core, away, news };
@@ -233,15 +181,7 @@ async fn carry(mode: Mode, together: bool) {
     fill(&store);
 
     let key = TransferKey { id: "t".into(), prompt: 0 };
-    let leg = DecodeLeg {
-        key: key.clone(),
-        sibling: 0,
-        mode,
-        prefill: "prefill".into(),
-        control: "loopback".into(),
-        incarnation: None,
-        moriio: None,
-    };
+    let leg = DecodeLeg::new(key.clone(), mode, "prefill".into(), "loopback".into());
     let request = RequestId::from("d");
     let arrived = DecodeHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
     decode.give(InstanceInput::Decode(arrived)).await;
@@ -250,7 +190,7 @@ async fn carry(mode: Mode, together: bool) {
     decode.give(InstanceInput::Decode(allocated)).await;
 
     let request = RequestId::from("p");
-    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key, mode);
     let arrived = PrefillHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
     prefill.give(InstanceInput::Prefill(arrived)).await;
     let blocks = vec![BlockList::new((3..7).collect())];

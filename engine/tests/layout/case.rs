@@ -358,7 +358,7 @@ fn side(
 pub(crate) fn plain(kv_heads: u16, latent: bool, tp: u16) -> CaseSide {
     #[cfg(feature = "planted")]
     kvferry_engine::planted::plant_from_environment();
-    let groups = vec![KvGroup { kind: GroupKind::Full, block_tokens: 4, layers: vec![0, 1, 2] }];
+    let groups = vec![KvGroup::full(4, [0, 1, 2])];
     let geometry =
         Geometry { model: "model".into(), tp, kv_heads, latent, packed: false, layers: 3, groups };
     let heads = u64::from((kv_heads / tp).max(1));

@@ -252,15 +252,12 @@ fn a_silent_handshake_and_a_refused_one_end() {
 
 /// A leg of a router that knows both ends to speak the native dialect.
 fn arrive_natively(table: &mut DecodeTable) -> kvferry_engine::fabric::LinkId {
-    let leg = DecodeLeg {
-        key: TransferKey { id: "tx".into(), prompt: 0 },
-        sibling: 0,
-        mode: Mode::Push,
-        prefill: "10.0.0.9:6301".into(),
-        control: "tcp://10.0.0.9:6301".into(),
-        incarnation: None,
-        moriio: None,
-    };
+    let leg = DecodeLeg::new(
+        TransferKey { id: "tx".into(), prompt: 0 },
+        Mode::Push,
+        "10.0.0.9:6301".into(),
+        "tcp://10.0.0.9:6301".into(),
+    );
     let hook = DecodeHook::Arrived { request: "d".into(), leg, tokens: 40 };
     table.give(DecodeInput::Hook(hook));
     let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);

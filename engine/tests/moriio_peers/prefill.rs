@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 fn arrive(table: &mut PrefillTable, mode: Mode, peer: Arc<MoriioLeg>) {
     let key = TransferKey { id: "tx-p".into(), prompt: 0 };
-    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: Some(peer) };
+    let leg = PrefillLeg { moriio: Some(peer), ..PrefillLeg::new(key, mode) };
     let hook = PrefillHook::Arrived { request: "p".into(), leg, tokens: 40 };
     table.give(PrefillInput::Hook(hook));
 }

@@ -12,9 +12,7 @@ use kvferry_engine::core::dialect::moriio::handshake::{
 use kvferry_engine::core::dialect::moriio::params::MoriioRemote;
 use kvferry_engine::core::dialect::moriio::ports::ParallelSizes;
 use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::layout::{
-    Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
-};
+use kvferry_engine::core::layout::{Geometry, KvGroup, LayerLayout, RankLayout};
 use kvferry_engine::core::message::{Mode, MoriioLeg, Role, TransferJob, TransferReport};
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
@@ -32,16 +30,8 @@ const BLOCK: u64 = 2 * 16 * 8 * 2;
 const LAYER: u64 = BLOCK * BLOCKS as u64;
 
 fn geometry() -> Geometry {
-    let group = KvGroup { kind: GroupKind::Full, block_tokens: 16, layers: vec![0, 1] };
-    Geometry {
-        model: "m".into(),
-        tp: 1,
-        kv_heads: 2,
-        latent: false,
-        packed: false,
-        layers: LAYERS,
-        groups: vec![group],
-    }
+    let group = KvGroup::full(16, [0, 1]);
+    Geometry::new("m", 2, vec![group])
 }
 
 fn name(layer: u16) -> Arc<str> {
@@ -56,14 +46,8 @@ pub(crate) fn blob(data: u64, size: u64) -> Vec<u8> {
 
 /// Where the KV of the only rank lies, both layers in one region that begins at `data`.
 pub(crate) fn layout(data: u64) -> RankLayout {
-    let layer = |layer: u16| LayerLayout {
-        region: 0,
-        base: u64::from(layer) * LAYER,
-        shape: [BLOCKS, 2, 16, 8],
-        stride: [256, 128, 8, 1],
-        element: 2,
-        slots: HeadSlots::Fused,
-    };
+    let shape = [BLOCKS, 2, 16, 8];
+    let layer = |layer| LayerLayout::contiguous(u64::from(layer) * LAYER, shape, 2);
     let size = LAYER * u64::from(LAYERS);
     RankLayout {
         rank: 0,
@@ -110,24 +94,18 @@ pub(crate) fn settings() -> CoreSettings {
 }
 
 fn config(role: Role, mode: Mode) -> CoreConfig {
+    let (engine, control) = ("10.0.0.1:6300", "tcp://10.0.0.1:6300".into());
     CoreConfig {
-        engine: "10.0.0.1:6300".into(),
-        incarnation: Incarnation(5),
-        role,
         mode,
-        geometry: Arc::new(geometry()),
         http: "10.0.0.1:80".into(),
-        control: "tcp://10.0.0.1:6300".into(),
-        dp: (0, 1),
-        router: None,
         settings: settings(),
-        channel: Default::default(),
         moriio: Some(MoriioConfig {
             address: ZmqAddress { host: "10.0.0.1".into(), handshake: 6300, notify: 7300 },
             layer_names: (0..LAYERS).map(name).collect(),
             attn_backend: "CPU_ATTN".into(),
             settings: MoriioSettings::default(),
         }),
+        ..CoreConfig::new(role, engine, Incarnation(5), geometry(), control)
     }
 }
 

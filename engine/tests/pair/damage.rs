@@ -126,18 +126,10 @@ fn key_of(n: u32) -> TransferKey {
 fn prompt(pair: &mut PairWorld, n: u32) -> RequestId {
     let (request, prefill) = (RequestId::from(format!("d-{n}")), RequestId::from(format!("p-{n}")));
     let (mode, control) = (Mode::Pull, "prefill-control".into());
-    let leg = DecodeLeg {
-        key: key_of(n),
-        sibling: 0,
-        mode,
-        prefill: "prefill".into(),
-        control,
-        incarnation: None,
-        moriio: None,
-    };
+    let leg = DecodeLeg::new(key_of(n), mode, "prefill".into(), control);
     let hook = DecodeHook::Arrived { request: request.clone(), leg, tokens: 64 };
     pair.decode(DecodeInput::Hook(hook));
-    let leg = PrefillLeg { key: key_of(n), siblings: 1, mode, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key_of(n), mode);
     let hook = PrefillHook::Arrived { request: prefill.clone(), leg, tokens: 64 };
     pair.prefill(PrefillInput::Hook(hook));
     let blocks = vec![BlockList::new((4 * n..4 * n + 4).collect())];

@@ -29,18 +29,10 @@ fn request(n: u32) -> RequestId {
 /// Prompt `n` is computed, and granted to its decode.
 fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
     let key = TransferKey { id: format!("t{n}").into(), prompt: 0 };
-    let leg = DecodeLeg {
-        key: key.clone(),
-        sibling: 0,
-        mode: Mode::Pull,
-        prefill: "prefill".into(),
-        control: "prefill-control".into(),
-        incarnation: None,
-        moriio: None,
-    };
+    let leg = DecodeLeg::new(key.clone(), Mode::Pull, "prefill".into(), "prefill-control".into());
     let arrived = DecodeHook::Arrived { request: request(n), leg, tokens };
     pair.decode(DecodeInput::Hook(arrived));
-    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Pull, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key, Mode::Pull);
     let prompt = RequestId::from(format!("p-{n}"));
     let arrived = PrefillHook::Arrived { request: prompt.clone(), leg, tokens };
     pair.prefill(PrefillInput::Hook(arrived));

@@ -41,7 +41,7 @@ fn arrive_prefill_for(
     siblings: u32,
     incarnation: Option<Incarnation>,
 ) {
-    let leg = PrefillLeg { key: key(), siblings, mode, incarnation, moriio: None };
+    let leg = PrefillLeg { siblings, incarnation, ..PrefillLeg::new(key(), mode) };
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
 }
@@ -59,13 +59,9 @@ fn arrive_decode_for(
 ) -> RequestId {
     let request = RequestId::from(format!("d-{sibling}"));
     let leg = DecodeLeg {
-        key: key(),
         sibling,
-        mode,
-        prefill: "prefill".into(),
-        control: "prefill-control".into(),
         incarnation,
-        moriio: None,
+        ..DecodeLeg::new(key(), mode, "prefill".into(), "prefill-control".into())
     };
     pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));
     request

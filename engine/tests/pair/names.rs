@@ -39,7 +39,7 @@ fn more_copies_of_a_prompt_than_it_has_samples_are_refused() {
     let mut pair = PairWorld::new(Mode::Push, 1, 1);
     arrive_prefill(&mut pair, Mode::Push, 64, 1);
     let (key, mode) = (super::key(), Mode::Push);
-    let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key, mode);
     let request = RequestId::from("p-2");
     let hook = PrefillHook::Arrived { request: request.clone(), leg, tokens: 64 };
     pair.prefill(PrefillInput::Hook(hook));

@@ -172,8 +172,7 @@ fn what_was_abandoned_before_its_leg_came_is_no_duplicate() {
         let parts = vec![frame.clone()];
         harness.give(PrefillInput::Control(ControlEvent::Frame { link, parts }));
     }
-    let leg =
-        PrefillLeg { key: key(), siblings: 1, mode: Mode::Push, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key(), Mode::Push);
     let request = RequestId::from("p-1");
     harness.said.clear();
     harness.give(PrefillInput::Hook(PrefillHook::Arrived {

@@ -93,17 +93,8 @@ pub(crate) struct TestNet {
 
 /// Geometry and ranks of a small engine with `layers` layers.
 pub(crate) fn shape(layers: u16) -> (Geometry, Vec<RankLayout>) {
-    let groups =
-        vec![KvGroup { kind: GroupKind::Full, block_tokens: 4, layers: (0..layers).collect() }];
-    let geometry = Geometry {
-        model: "m".into(),
-        tp: 1,
-        kv_heads: 1,
-        latent: false,
-        packed: false,
-        layers,
-        groups,
-    };
+    let groups = vec![KvGroup::full(4, 0..layers)];
+    let geometry = Geometry::new("m", 1, groups);
     let layer = |index: u16| LayerLayout {
         region: 0,
         base: u64::from(index) * 1024,

@@ -4,7 +4,7 @@
 use crate::discovery::{DiscoveryBench, SentLeg, beat, done, native, sent};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::layout::{Geometry, GroupKind, KvGroup, LayerRows, LayoutDigest};
+use kvferry_engine::core::layout::{Geometry, KvGroup, LayerRows, LayoutDigest};
 use kvferry_engine::core::message::{
     FinishReason, Mode, Registration, Role, TROUBLES_MAX, UnreachablePrefill,
 };
@@ -99,16 +99,8 @@ fn an_engine_that_tells_no_birth_is_older() {
 
 /// Of a model with two layers.
 fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<LayoutDigest>> {
-    let group = KvGroup { kind: GroupKind::Full, block_tokens: tokens, layers: vec![0, 1] };
-    let geometry = Geometry {
-        model: model.into(),
-        tp: 4,
-        kv_heads: 8,
-        latent: false,
-        layers: 2,
-        groups: vec![group],
-        packed: false,
-    };
+    let group = KvGroup::full(tokens, [0, 1]);
+    let geometry = Geometry { tp: 4, ..Geometry::new(model, 8, vec![group]) };
     Some(Arc::new(LayoutDigest {
         geometry,
         rows: vec![LayerRows { layers: 2, element, elements: 256 }],

@@ -68,7 +68,7 @@ pub(super) fn finished() -> LegEvent {
 }
 
 pub(super) fn prefill_leg(name: &str, mode: Mode) -> PrefillLeg {
-    PrefillLeg { key: key(name), siblings: 1, mode, incarnation: None, moriio: None }
+    PrefillLeg::new(key(name), mode)
 }
 
 pub(super) fn decode_leg(name: &str) -> DecodeLeg {

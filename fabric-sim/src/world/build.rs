@@ -241,19 +241,15 @@ pub(super) fn http(spec: &Spec) -> Endpoint {
 
 /// Arguments of an instance's core.
 pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<CoreConfig> {
+    let (name, control) = (spec.name.as_str(), Endpoint(format!("sim://{}", spec.name).into()));
     Box::new(CoreConfig {
-        engine: spec.name.as_str().into(),
-        incarnation,
-        role: spec.role,
         mode: spec.mode,
-        geometry: Arc::new(geometry(&run.model, spec)),
         http: http(spec),
-        control: Endpoint(format!("sim://{}", spec.name).into()),
         dp: (spec.dp_rank, spec.dp_size),
         router: Some(Endpoint(format!("sim://{ROUTER}").into())),
         settings: spec.protocol.core.clone(),
         channel: spec.protocol.channel.clone(),
-        moriio: None,
+        ..CoreConfig::new(spec.role, name, incarnation, geometry(&run.model, spec), control)
     })
 }
 
@@ -266,18 +262,10 @@ pub(super) fn transfer(
     registered: Vec<Memory>,
     memory: &InstanceMemory,
 ) -> Box<TransferConfig> {
-    let caps = plane.caps();
-    Box::new(TransferConfig {
-        rank,
-        role: core.role,
-        mode: core.mode,
-        geometry: core.geometry.clone(),
-        address: plane.address(),
-        caps,
-        memory: registered,
-        layers: memory.layout.layers.clone(),
-        settings: spec.protocol.transfer.clone(),
-    })
+    let (plane, layers) = ((plane.address(), plane.caps()), memory.layout.layers.clone());
+    let settings = spec.protocol.transfer.clone();
+    let transfer = TransferConfig::new(core, rank, plane, registered, layers);
+    Box::new(TransferConfig { settings, ..transfer })
 }
 
 /// Settings of an instance's serving engine.

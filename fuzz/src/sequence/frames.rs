@@ -12,7 +12,7 @@ use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VE
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
 use kvferry_engine::core::layout::{
-    BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout,
+    BlockList, Geometry, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
 use kvferry_engine::core::message::{AttemptTag, Hello, Message, Mode, Registration, Role};
 use kvferry_engine::fabric::{Address, RegionDesc};
@@ -29,17 +29,8 @@ const LAYER: u64 = BLOCK * BLOCKS as u64;
 pub(super) const OWN: (&str, Incarnation) = ("10.0.0.1:6300", Incarnation(5));
 
 pub(super) fn geometry() -> Geometry {
-    let layers = (0..LAYERS).collect();
-    let group = KvGroup { kind: GroupKind::Full, block_tokens: BLOCK_TOKENS, layers };
-    Geometry {
-        model: "m".into(),
-        tp: 1,
-        kv_heads: 2,
-        latent: false,
-        packed: false,
-        layers: LAYERS,
-        groups: vec![group],
-    }
+    let group = KvGroup::full(BLOCK_TOKENS, 0..LAYERS);
+    Geometry::new("m", 2, vec![group])
 }
 
 pub(super) fn layer_name(layer: u16) -> Arc<str> {

@@ -100,15 +100,10 @@ fn config(role: Role, mode: Mode, moriio: bool, router: bool) -> CoreConfig {
             ..MoriioSettings::default()
         },
     });
+    let ((engine, incarnation), control) = (frames::OWN, "tcp://10.0.0.1:6300".into());
     CoreConfig {
-        engine: frames::OWN.0.into(),
-        incarnation: frames::OWN.1,
-        role,
         mode,
-        geometry: Arc::new(frames::geometry()),
         http: "10.0.0.1:80".into(),
-        control: "tcp://10.0.0.1:6300".into(),
-        dp: (0, 1),
         router: router.then(|| "tcp://10.0.0.8:6000".into()),
         settings: CoreSettings {
             lease: Nanos::from_secs(9),
@@ -125,6 +120,7 @@ fn config(role: Role, mode: Mode, moriio: bool, router: bool) -> CoreConfig {
             ..ChannelConfig::default()
         },
         moriio,
+        ..CoreConfig::new(role, engine, incarnation, frames::geometry(), control)
     }
 }
 

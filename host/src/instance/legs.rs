@@ -78,7 +78,7 @@ impl InstanceIdentity {
         let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, blocks: Vec::new() }));
         let id = params.transfer_id.unwrap_or_else(|| unnamed_transfer(request));
         let key = TransferKey { id, prompt: 0 };
-        let transfer = PrefillLeg { key, siblings: 1, mode: self.mode, incarnation: None, moriio };
+        let transfer = PrefillLeg { moriio, ..PrefillLeg::new(key, self.mode) };
         Ok(LegBody::Prefill { transfer, prompt: 0 })
     }
 
@@ -114,20 +114,20 @@ impl InstanceIdentity {
         let moriio =
             incarnation.is_none().then(|| Arc::new(MoriioLeg { peer: Some(peer), blocks }));
         let key = TransferKey { id, prompt: 0 };
-        body(DecodeLeg { key, sibling: 0, mode: self.mode, prefill, control, incarnation, moriio })
+        body(DecodeLeg { incarnation, moriio, ..DecodeLeg::new(key, self.mode, prefill, control) })
     }
 
     /// A request without a prefill: its leg names nobody, so that the instance computes the prompt
     /// itself, or fails it, as it is told to for prompts that did not arrive.
     fn alone(&self, request: &RequestId) -> DecodeLeg {
         DecodeLeg {
-            key: TransferKey { id: TransferId(request.0.clone()), prompt: 0 },
-            sibling: 0,
-            mode: self.mode,
-            prefill: "nobody".into(),
-            control: "".into(),
-            incarnation: None,
             moriio: Some(Arc::default()),
+            ..DecodeLeg::new(
+                TransferKey { id: TransferId(request.0.clone()), prompt: 0 },
+                self.mode,
+                "nobody".into(),
+                "".into(),
+            )
         }
     }
 

@@ -1,51 +1,25 @@
 //! What the machines of an instance are started with.
 
-use kvferry_engine::actors::LocalPlanes;
-use kvferry_engine::core::config::CoreConfig;
+use kvferry_engine::actors::InstanceBuilder;
 use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::EngineId;
-use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::layout::LayerLayout;
 use kvferry_engine::core::message::RouterEvent;
-use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::fabric::{DataPlane, Memory};
 
-/// A TP rank that is to be started.
+/// A TP rank that is to be started over its plane: where its KV lies, and its times and limits.
 pub(crate) struct RankSetup {
-    plane: Box<dyn DataPlane>,
-    transfer: TransferConfig,
+    pub(crate) rank: u16,
+    pub(crate) plane: Box<dyn DataPlane>,
+    pub(crate) kv: (Vec<Memory>, Vec<LayerLayout>),
+    pub(crate) settings: TransferSettings,
 }
 
 impl RankSetup {
-    /// A rank over its plane: where its KV lies, and its times and limits.
-    pub(crate) fn new(
-        core: &CoreConfig,
-        rank: u16,
-        plane: Box<dyn DataPlane>,
-        (memory, layers): (Vec<Memory>, Vec<LayerLayout>),
-        settings: TransferSettings,
-    ) -> RankSetup {
-        let caps = plane.caps();
-        let transfer = TransferConfig {
-            rank,
-            role: core.role,
-            mode: core.mode,
-            geometry: core.geometry.clone(),
-            address: plane.address(),
-            caps,
-            memory,
-            layers,
-            settings,
-        };
-        RankSetup { plane, transfer }
-    }
-
-    /// Adds its machine and its plane to those of a process; the machine's first input.
-    pub(crate) fn join(self, instance: &mut Instance, planes: &mut LocalPlanes) -> InstanceInput {
-        let rank = self.transfer.rank;
-        instance.add_rank(self.transfer);
-        planes.add_rank(rank, self.plane);
-        InstanceInput::Start(rank)
+    /// Adds it to an instance.
+    pub(crate) fn add_to(self, instance: InstanceBuilder) -> InstanceBuilder {
+        instance.with_rank(self.rank, self.plane, self.kv, self.settings)
     }
 }
 

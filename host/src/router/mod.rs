@@ -39,8 +39,7 @@ use axum::body::Body;
 use axum::routing::{get, post};
 use hyper::header::HeaderMap;
 use hyper::{Request, StatusCode};
-use kvferry_engine::actors::{Clock, Input, MailboxSender};
-use kvferry_engine::core::Nanos;
+use kvferry_engine::actors::{Input, MailboxSender, monotonic_clock};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::router::{RouterConfig, RouterInput};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
@@ -49,7 +48,7 @@ use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
@@ -104,8 +103,7 @@ async fn run(
 ) -> io::Result<()> {
     let mut ends = ShutdownSignals::new()?;
     let listener = TcpListener::from_std(bound)?;
-    let start = Instant::now();
-    let clock: Clock = Arc::new(move || Nanos(start.elapsed().as_nanos() as u64));
+    let clock = monotonic_clock();
     let (metrics, registry) = RouterMetrics::new();
     let pool = ConnectionPool::new(settings.limits.connect);
     let settings = Arc::new(settings);

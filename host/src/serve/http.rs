@@ -262,11 +262,11 @@ mod tests {
     use super::super::metrics::InstanceMetrics;
     use super::*;
     use clap::Parser;
-    use kvferry_engine::actors::{Clock, LocalPlanes};
+    use kvferry_engine::actors::{Clock, InstanceBuilder};
     use kvferry_engine::core::Nanos;
+    use kvferry_engine::core::config::CoreConfig;
     use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
     use kvferry_engine::core::ids::Incarnation;
-    use kvferry_engine::core::instance::Instance;
     use kvferry_engine::core::message::{Mode, Role};
     use kvferry_engine::core::moriio::MoriioSettings;
 
@@ -285,10 +285,10 @@ mod tests {
         let rank = Backing::new(&plan, true).expect("memory").into_rank();
         let (metrics, registry) = InstanceMetrics::new(Vec::new());
         let clock: Clock = Arc::new(|| Nanos(1));
+        let core = CoreConfig::new(Role::Decode, "d", Incarnation(1), geometry.clone(), "".into());
         let (memory, layers) = (InstanceKv::new(geometry, vec![rank]), plan.model.layers);
         let parts = ServerParts { engine, memory, clock, layers, ranks: 1, metrics };
-        let host =
-            InstanceServer::start(parts, (Instance::default(), LocalPlanes::new()), Vec::new());
+        let host = InstanceServer::start(parts, InstanceBuilder::new(core));
         let text = "host:127.0.0.1,handshake:1,notify:2";
         let address = ZmqAddress::parse(text).expect("an address");
         let ports = MoriioSettings::default().ports;

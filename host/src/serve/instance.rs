@@ -7,7 +7,7 @@ use super::openai;
 use crate::instance::{FailureNotice, log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
 use kvferry_engine::actors::{
-    Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
+    Clock, EffectHandler, InputQueue, InstanceBuilder, InstanceDriver, MailboxSender,
 };
 use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::{EngineId, LegId, RequestId, StepId};
@@ -37,7 +37,7 @@ pub(super) enum LegReply {
 pub(super) const NEWS_MAX: usize = 4;
 
 /// The actor: the machines of the instance, their planes, and the server.
-pub(super) type InstanceActor = Driver<InstanceAdapter<LocalPlanes, InstanceServer>>;
+pub(super) type InstanceActor = InstanceDriver<InstanceServer>;
 
 /// Legs that may wait for the actor; further ones are refused as busy.
 pub(super) const MAILBOX: usize = 1_024;
@@ -127,16 +127,14 @@ impl InstanceServer {
     /// Starts the actor of an instance.
     pub(super) fn start(
         parts: ServerParts,
-        (instance, fabric): (Instance, LocalPlanes),
-        first: Vec<InstanceInput>,
+        instance: InstanceBuilder,
     ) -> MailboxSender<InstanceActor> {
-        let clock = parts.clock.clone();
-        let site = |own| {
+        let instance = instance.with_clock(parts.clock.clone());
+        let actor = instance.start(|own| {
             let (legs, requests) = (BTreeMap::new(), BTreeMap::new());
-            let outlet = InstanceServer { parts, own, legs, requests, out: Outbox::new() };
-            InstanceAdapter { fabric, outlet }
-        };
-        MailboxSender::new(Driver::start(site, instance, first, clock), MAILBOX)
+            InstanceServer { parts, own, legs, requests, out: Outbox::new() }
+        });
+        MailboxSender::new(actor, MAILBOX)
     }
 
     fn run(&mut self, input: EngineInput, starting: Option<LegId>, out: &mut InputQueue<Instance>) {

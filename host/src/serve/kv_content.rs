@@ -230,20 +230,12 @@ fn hex(bytes: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvferry_engine::core::layout::{GroupKind, KvGroup};
+    use kvferry_engine::core::layout::KvGroup;
 
     fn geometry(block_tokens: u32) -> Geometry {
-        let group = KvGroup { kind: GroupKind::Full, block_tokens, layers: vec![0] };
+        let group = KvGroup::full(block_tokens, [0]);
         let groups = vec![group];
-        Geometry {
-            model: "m".into(),
-            tp: 1,
-            kv_heads: 2,
-            latent: false,
-            packed: false,
-            layers: 1,
-            groups,
-        }
+        Geometry::new("m", 2, groups)
     }
 
     fn layout(slots: HeadSlots, block_tokens: u32) -> LayerLayout {

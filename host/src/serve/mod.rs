@@ -23,12 +23,10 @@ use actix::{Addr, System};
 use args::ServePlan;
 use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
 use kv_content::InstanceKv;
-use kvferry_engine::actors::{COUNT_INPUTS, Clock, LocalPlanes, MailboxSender};
-use kvferry_engine::core::Nanos;
+use kvferry_engine::actors::{InstanceBuilder, MailboxSender, monotonic_clock};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::instance::Instance;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, bracketed};
@@ -42,7 +40,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::net::TcpListener;
 
 /// Routers send legs for as long as they remember the last heartbeat: 5 s of vllm-router 0.1.17.
@@ -137,14 +135,11 @@ fn core_config(
     incarnation: Incarnation,
 ) -> CoreConfig {
     let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
+    let (role, engine) = (plan.instance.role, zmq.engine());
+    let geometry = kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance);
     CoreConfig {
-        engine: zmq.engine(),
-        incarnation,
-        role: plan.instance.role,
         mode: plan.instance.mode,
-        geometry: Arc::new(kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance)),
         http: Endpoint(http.into()),
-        control: handshake.clone(),
         dp: (plan.instance.dp_rank, plan.instance.dp_size),
         router: args.proxy.as_ref().map(|proxy| Endpoint(format!("tcp://{proxy}").into())),
         settings: plan.limits.protocol.clone(),
@@ -155,6 +150,7 @@ fn core_config(
             attn_backend: "CPU_ATTN".into(),
             settings: MoriioSettings::default(),
         }),
+        ..CoreConfig::new(role, engine, incarnation, geometry, handshake.clone())
     }
 }
 
@@ -184,7 +180,7 @@ fn rank_parts(
     let plane = config.start(core, rank, &args.host).map_err(CommandError::Input)?;
     let StartedPlane { plane, meter, .. } = plane;
     let kv = (vec![backing.memory()], backing.layers().to_vec());
-    let parts = RankSetup::new(core, rank, plane, kv, plan.limits.operations.clone());
+    let parts = RankSetup { rank, plane, kv, settings: plan.limits.operations.clone() };
     Ok(ServeRank { parts, meter, backing })
 }
 
@@ -203,23 +199,18 @@ fn start(
     metrics: InstanceMetrics,
 ) -> Result<MailboxSender<InstanceActor>, CommandError> {
     let engine = engine(plan, config.incarnation)?;
-    let begun = Instant::now();
-    let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+    let clock = monotonic_clock();
     let geometry = (*config.geometry).clone();
-    let (mut machines, mut planes) = (Instance::default(), LocalPlanes::new());
-    machines.set_observer(COUNT_INPUTS);
-    machines.add_core(config);
-    planes.set_control(wire);
+    let mut instance = InstanceBuilder::new(config).with_core(wire);
     let mut memories = Vec::with_capacity(ranks.len());
-    let mut first = Vec::with_capacity(ranks.len());
     for rank in ranks {
-        first.push(rank.parts.join(&mut machines, &mut planes));
+        instance = rank.parts.add_to(instance);
         memories.push(rank.backing.into_rank());
     }
     let (layers, ranks) = (plan.model.layers, geometry.tp);
     let memory = InstanceKv::new(geometry, memories);
     let parts = ServerParts { engine, memory, clock, layers, ranks, metrics };
-    Ok(InstanceServer::start(parts, (machines, planes), first))
+    Ok(InstanceServer::start(parts, instance))
 }
 
 /// Ends when the process is told to stop and its legs are done: it unregisters first, because

@@ -13,7 +13,8 @@ use crate::instance::{
 };
 use actix::{AsyncContext, Handler, Message};
 use kvferry_engine::actors::{
-    Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, LocalPlanes, MailboxSender,
+    Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, InstanceBuilder, InstanceDriver,
+    LocalPlanes, MailboxSender,
 };
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::{Failure, PeerViolation};
@@ -66,7 +67,7 @@ pub(super) struct DrainSidecar;
 struct IdleCheck;
 
 /// The actor: the machines of the engine, their planes, and the gateway.
-pub(super) type GatewayActor = Driver<InstanceAdapter<LocalPlanes, Gateway>>;
+pub(super) type GatewayActor = InstanceDriver<Gateway>;
 
 /// Messages of connections that may wait for the actor. A quarter is kept for news of what was
 /// begun.
@@ -226,21 +227,13 @@ impl Gateway {
     }
 
     /// The machines of the engine, when all its parts are there.
-    fn serve(&mut self) -> Result<Option<EngineMachines>, String> {
+    fn serve(&mut self) -> Result<Option<InstanceBuilder>, String> {
         let Some(engine) = self.engine.as_ref().filter(|engine| self.is_complete(engine)) else {
             return Ok(None);
         };
         let started = start::start(engine, (&self.workers, &self.operator))?;
-        let StartedEngine { instance, planes, inputs, own, .. } = started;
-        let StartedEngine {
-            engine: name,
-            incarnation,
-            lease,
-            tallies,
-            worker_plans: away,
-            memory,
-            ..
-        } = started;
+        let StartedEngine { instance, own, engine: name, incarnation, .. } = started;
+        let StartedEngine { lease, tallies, worker_plans: away, memory, .. } = started;
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = TransferLog::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (engine.settings.backend(), engine.settings.transfer(), memory);
@@ -256,7 +249,7 @@ impl Gateway {
                 &FromHost::Begin(Box::new(plan)),
             );
         }
-        Ok(Some(EngineMachines { instance, planes, inputs }))
+        Ok(Some(instance))
     }
 
     /// A rank in another process has begun, if one is named. If none is waited for any more, the
@@ -413,13 +406,6 @@ impl Gateway {
     }
 }
 
-/// What an engine is served by.
-struct EngineMachines {
-    instance: Instance,
-    planes: LocalPlanes,
-    inputs: Vec<InstanceInput>,
-}
-
 impl EffectHandler for Gateway {
     fn prefill(&mut self, answer: PrefillAnswer, _: &mut InputQueue<Instance>) {
         self.note(|records, now| records.prefill_answer(now, &answer));
@@ -495,11 +481,8 @@ impl Handler<ClientJoined> for GatewayActor {
                 }
             }
         });
-        let Some(EngineMachines { instance, planes, inputs }) = joined else { return };
-        self.reconfigure(context, |site, machines, out| {
-            (site.fabric, *machines) = (planes, instance);
-            out.extend(inputs);
-        });
+        let Some(instance) = joined else { return };
+        instance.install(self, context);
         self.with_adapter(context, |site, _| site.outlet.on_rank_started(None));
         context.run_interval(KEPT_EVERY, |host, context| {
             let gauges = host.adapter_and_machine().1.gauges();

@@ -34,15 +34,12 @@ use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals};
 use config::SidecarConfig;
 use gateway::{DrainSidecar, Gateway};
-use kvferry_engine::actors::Clock;
-use kvferry_engine::core::Nanos;
+use kvferry_engine::actors::monotonic_clock;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::TransferId;
 use kvferry_engine::core::layout::BlockList;
 use std::path::Path;
-use std::sync::Arc;
-use std::time::Instant;
 use tokio::sync::oneshot;
 
 /// Logs to stderr from now on, in the form and from the level that this environment gives `kvferry
@@ -77,8 +74,7 @@ async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError
     let mut ends = ShutdownSignals::new()?;
     let place = socket::listen(socket).map_err(CommandError::Input)?;
     let scraped = metrics::listen(config.metrics.as_deref()).await.map_err(CommandError::Input)?;
-    let (begun, begun_us) = (Instant::now(), incarnations::now_us());
-    let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
+    let (clock, begun_us) = (monotonic_clock(), incarnations::now_us());
     let (over, left) = oneshot::channel();
     let gateway = Gateway::start((clock, begun_us), config.operator.clone(), over);
     tracing::info!(socket = %socket.display(), "waiting for an engine");

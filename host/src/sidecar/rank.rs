@@ -47,7 +47,7 @@ impl RankPlan {
             self.plane.start(&self.core, self.rank, &self.host)?;
         let plane = with_faults(plane)?;
         let kv = (self.memory, self.layers);
-        let parts = RankSetup::new(&self.core, self.rank, plane, kv, self.operations);
+        let parts = RankSetup { rank: self.rank, plane, kv, settings: self.operations };
         Ok(SidecarRank { parts, meter, events })
     }
 }

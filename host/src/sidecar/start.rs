@@ -7,11 +7,10 @@ use super::spec::{ServingEngine, ServingWorker, WorkerRegion};
 use crate::instance::{
     ControlListeners, CounterSource, InstanceIdentity, ProtocolLimits, incarnations,
 };
-use kvferry_engine::actors::{COUNT_INPUTS, LocalPlanes};
+use kvferry_engine::actors::InstanceBuilder;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
-use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::moriio::MoriioConfig;
 use kvferry_engine::fabric::{Endpoint, Memory, bracketed};
@@ -24,9 +23,7 @@ use std::sync::{Arc, Mutex};
 /// An engine that is served.
 pub(super) struct StartedEngine {
     /// Core and ranks, as far as they are in this process.
-    pub(super) instance: Instance,
-    pub(super) planes: LocalPlanes,
-    pub(super) inputs: Vec<InstanceInput>,
+    pub(super) instance: InstanceBuilder,
     /// What it is to others.
     pub(super) own: InstanceIdentity,
     pub(super) engine: EngineId,
@@ -103,15 +100,10 @@ pub(super) fn start(
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
     let lease = if read { config.settings.lease } else { Nanos::ZERO };
     let (engine, incarnation) = (config.engine.clone(), config.incarnation);
-    let (mut instance, mut planes) = (Instance::default(), LocalPlanes::new());
-    instance.set_observer(COUNT_INPUTS);
-    instance.add_core(config);
-    planes.set_control(ears.plane);
-    let inputs = ranks.into_iter().map(|rank| rank.join(&mut instance, &mut planes)).collect();
+    let instance = InstanceBuilder::new(config).with_core(ears.plane);
+    let instance = ranks.into_iter().fold(instance, |instance, rank| rank.add_to(instance));
     Ok(StartedEngine {
         instance,
-        planes,
-        inputs,
         own,
         engine,
         incarnation,
@@ -161,14 +153,10 @@ fn core_config(
         Endpoint::tcp(host, port)
     });
     let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
+    let (name, geometry) = (ears.address.engine(), engine.geometry()?);
     Ok(CoreConfig {
-        engine: ears.address.engine(),
-        incarnation,
-        role: engine.role,
         mode: engine.mode(),
-        geometry: Arc::new(engine.geometry()?),
         http: Endpoint(http.into()),
-        control: ears.handshake.clone(),
         dp: engine.dp,
         router,
         settings: limits.protocol.clone(),
@@ -180,6 +168,7 @@ fn core_config(
             attn_backend: attention.unwrap_or_default(),
             settings: settings.moriio.clone(),
         }),
+        ..CoreConfig::new(engine.role, name, incarnation, geometry, ears.handshake.clone())
     })
 }
 

@@ -11,11 +11,10 @@ use crate::process::lock;
 use actix::System;
 use futures_util::{SinkExt, StreamExt};
 use kvferry_engine::actors::{
-    COUNT_INPUTS, Clock, Driver, EffectHandler, Input, InstanceAdapter, LocalPlanes, MailboxSender,
+    EffectHandler, Input, InstanceBuilder, InstanceDriver, MailboxSender,
 };
-use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::{Incarnation, StepId};
-use kvferry_engine::core::instance::{Instance, InstanceInput};
+use kvferry_engine::core::instance::InstanceInput;
 use kvferry_engine::core::message::TransferReport;
 use std::io;
 use std::os::fd::AsRawFd;
@@ -24,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{MissedTickBehavior, interval};
 
@@ -41,7 +40,7 @@ const MAILBOX: usize = 4_096;
 const FULL: Duration = Duration::from_micros(50);
 
 /// The actor: the machine of the rank, and its plane.
-type RankActor = Driver<InstanceAdapter<LocalPlanes, Reporter>>;
+type RankActor = InstanceDriver<Reporter>;
 
 /// The transfer actor of a rank, for one host after the other. Dropping it ends its thread.
 #[derive(Debug)]
@@ -252,14 +251,10 @@ impl AgentShared {
             return Err(format!("rank {rank}: the host has ended"));
         }
         let of_rank = |why| format!("rank {rank}: {why}");
+        let core = plan.core.clone();
         let SidecarRank { parts, meter, events } = plan.parts().map_err(of_rank)?;
         let outlet = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
-        let begun = Instant::now();
-        let clock: Clock = Arc::new(move || Nanos(begun.elapsed().as_nanos() as u64));
-        let (mut instance, mut fabric) = (Instance::default(), LocalPlanes::new());
-        instance.set_observer(COUNT_INPUTS);
-        let first = parts.join(&mut instance, &mut fabric);
-        let actor = Driver::start(|_| InstanceAdapter { fabric, outlet }, instance, [first], clock);
+        let actor = parts.add_to(InstanceBuilder::new(core)).start(|_| outlet);
         let computing = LayerNotifier { rank, actor: MailboxSender::new(actor, MAILBOX) };
         let kernels = events.map(|events| {
             let (computing, end, out) = (computing.clone(), end.clone(), out.clone());
@@ -316,9 +311,9 @@ mod tests {
     use super::*;
     use crate::instance::PlaneConfig;
     use kvferry_engine::core::config::CoreConfig;
-    use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
-    use kvferry_engine::core::message::{Mode, Role, TransferReport};
-    use kvferry_engine::fabric::{Endpoint, Memory};
+    use kvferry_engine::core::layout::{Geometry, HeadSlots, KvGroup, LayerLayout};
+    use kvferry_engine::core::message::{Role, TransferReport};
+    use kvferry_engine::fabric::Memory;
     use kvferry_fabric_host::HostConfig;
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixListener;
@@ -328,30 +323,9 @@ mod tests {
 
     /// A rank with a layer of two blocks, whose plane listens at `port`.
     fn plan(incarnation: u64, memory: &'static [u8], port: u16) -> RankPlan {
-        let group = KvGroup { kind: GroupKind::Full, block_tokens: 16, layers: vec![0] };
-        let geometry = Geometry {
-            model: "m".into(),
-            tp: 1,
-            kv_heads: 1,
-            latent: false,
-            packed: false,
-            layers: 1,
-            groups: vec![group],
-        };
-        let core = CoreConfig {
-            engine: "e".into(),
-            incarnation: Incarnation(incarnation),
-            role: Role::Decode,
-            mode: Mode::Push,
-            geometry: Arc::new(geometry),
-            http: Endpoint("127.0.0.1:1".into()),
-            control: Endpoint("127.0.0.1:1".into()),
-            dp: (0, 1),
-            router: None,
-            settings: Default::default(),
-            channel: Default::default(),
-            moriio: None,
-        };
+        let geometry = Geometry::new("m", 1, vec![KvGroup::full(16, [0])]);
+        let (incarnation, control) = (Incarnation(incarnation), "127.0.0.1:1".into());
+        let core = CoreConfig::new(Role::Decode, "e", incarnation, geometry, control);
         let layer = LayerLayout {
             region: 0,
             base: 0,

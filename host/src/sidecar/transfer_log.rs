@@ -307,12 +307,11 @@ mod tests {
         let (request, key, tokens) = (id(n), key(n), 40);
         let mode = records.mode;
         if records.role == Role::Prefill {
-            let leg = PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None };
+            let leg = PrefillLeg::new(key, mode);
             return records.prefill(now, &PrefillHook::Arrived { request, leg, tokens });
         }
         let (prefill, control) = ("p".into(), Endpoint::tcp("h", 1));
-        let leg =
-            DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None };
+        let leg = DecodeLeg::new(key, mode, prefill, control);
         assert_eq!(records.decode(now, &DecodeHook::Arrived { request, leg, tokens }), None);
     }
 

@@ -172,7 +172,7 @@ fn a_preempted_prompt_is_seen_in_metrics() {
     let (host, metrics) = SidecarProcess::with_metrics("preempted");
     let mut p = SidecarFixture::start(&host, Role::Prefill, Mode::Push);
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
-    let leg = PrefillLeg { key, siblings: 1, mode: Mode::Push, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key, Mode::Push);
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
     let blocks = vec![BlockList::new(vec![3]); p.groups];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 32, blocks };

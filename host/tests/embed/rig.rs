@@ -276,12 +276,11 @@ pub(crate) fn allocate(
 /// The prefill computes it, and the decode has no blocks yet.
 pub(crate) fn arrive(p: &mut SidecarFixture, d: &mut SidecarFixture, mode: Mode) {
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
-    let leg = PrefillLeg { key: key.clone(), siblings: 1, mode, incarnation: None, moriio: None };
+    let leg = PrefillLeg::new(key.clone(), mode);
     p.tell(&arrived("p-1", "do_remote_decode", &leg));
     let control = Endpoint::tcp(&p.address.host, p.address.handshake as u16);
     let prefill = p.address.engine();
-    let leg =
-        DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None };
+    let leg = DecodeLeg::new(key, mode, prefill, control);
     d.tell(&arrived("d-1", "do_remote_prefill", &leg));
     let blocks = vec![BlockList::new(vec![3, 5]); p.groups];
     let chunk = Chunk { request: "p-1".into(), from: 0, to: 40, blocks };

@@ -90,26 +90,11 @@ impl EngineBench {
         let key =
             kvferry_engine::core::ids::TransferKey { id: format!("x{leg}").into(), prompt: 0 };
         let body = match self.engine.config().role {
-            Role::Prefill => LegBody::Prefill {
-                transfer: PrefillLeg {
-                    key,
-                    siblings: 1,
-                    mode: Mode::Push,
-                    incarnation: None,
-                    moriio: None,
-                },
-                prompt: 0,
-            },
+            Role::Prefill => {
+                LegBody::Prefill { transfer: PrefillLeg::new(key, Mode::Push), prompt: 0 }
+            }
             Role::Decode => LegBody::Decode {
-                transfer: DecodeLeg {
-                    key,
-                    sibling: 0,
-                    mode: Mode::Push,
-                    prefill: "p0".into(),
-                    control: Endpoint("p0:1".into()),
-                    incarnation: None,
-                    moriio: None,
-                },
+                transfer: DecodeLeg::new(key, Mode::Push, "p0".into(), Endpoint("p0:1".into())),
                 prompt: 0,
                 sample: 0,
                 output,

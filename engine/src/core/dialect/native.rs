@@ -8,6 +8,16 @@
 //! know it, and is passed over, acknowledged. Other changes end the
 //! support of the versions before them. What is said without an agreed version, hellos and
 //! registrations, can only grow at the end; a listener of version 1 takes no such addition.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::native::{Frame, decode, encode};
+//! use kvferry_engine::core::ids::TransferKey;
+//!
+//! let frame = Frame::Abandon { keys: vec![TransferKey { id: "t".into(), prompt: 0 }] };
+//! let bytes = encode(&frame);
+//! assert_eq!(decode(&bytes), Ok(frame));
+//! assert!(decode(&bytes[1..]).is_err());
+//! ```
 
 pub use super::DecodeError;
 use super::kind::MESSAGES;

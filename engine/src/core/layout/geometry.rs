@@ -28,17 +28,16 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    /// Of no layer, for tests that move nothing.
-    #[cfg(test)]
-    pub(crate) fn bare() -> Geometry {
+    /// Of one rank, whose tokens lie in their order; its groups have all layers of the model.
+    pub fn new(model: impl Into<Arc<str>>, kv_heads: u16, groups: Vec<KvGroup>) -> Geometry {
         Geometry {
-            model: "m".into(),
+            model: model.into(),
             tp: 1,
-            kv_heads: 1,
+            kv_heads,
             latent: false,
+            layers: groups.iter().map(|group| group.layers.len() as u16).sum(),
+            groups,
             packed: false,
-            layers: 0,
-            groups: Vec::new(),
         }
     }
 
@@ -116,6 +115,13 @@ pub struct KvGroup {
     /// Tokens per block (for `State`: ignored, one block is one request's state).
     pub block_tokens: u32,
     pub layers: Vec<u16>,
+}
+
+impl KvGroup {
+    /// Layers whose blocks hold `block_tokens` tokens of the prompt.
+    pub fn full(block_tokens: u32, layers: impl IntoIterator<Item = u16>) -> KvGroup {
+        KvGroup { kind: GroupKind::Full, block_tokens, layers: layers.into_iter().collect() }
+    }
 }
 
 /// What the blocks of a group hold.
@@ -196,6 +202,14 @@ impl BlockList {
 }
 
 impl LayerLayout {
+    /// A tensor without gaps, `base` bytes into the first region, with one slot per head.
+    pub const fn contiguous(base: u64, shape: [u32; 4], element: u32) -> LayerLayout {
+        let row = shape[3] as u64;
+        let slot = shape[2] as u64 * row;
+        let stride = [shape[1] as u64 * slot, slot, row, 1];
+        LayerLayout { region: 0, base, shape, stride, element, slots: HeadSlots::Fused }
+    }
+
     /// Bytes from one block, head slot and token to the next; 0 where there is only one.
     /// The layout is checked already, so nothing overflows.
     pub(super) fn byte_strides(&self) -> [u64; 3] {

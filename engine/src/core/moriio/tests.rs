@@ -11,7 +11,8 @@ fn peers() -> MoriioPeers {
         attn_backend: "CPU_ATTN".into(),
         settings: MoriioSettings::default(),
     };
-    let mut peers = MoriioPeers::new(config, Role::Decode, Arc::new(Geometry::bare()));
+    let mut peers =
+        MoriioPeers::new(config, Role::Decode, Arc::new(Geometry::new("m", 1, Vec::new())));
     peers.ranks = Some(Vec::new());
     peers
 }

@@ -15,7 +15,7 @@ fn peers(role: Role) -> Peers {
         engine: "me".into(),
         incarnation: Incarnation(1),
         role,
-        geometry: Arc::new(Geometry::bare()),
+        geometry: Arc::new(Geometry::new("m", 1, Vec::new())),
         capabilities: capability::PULL,
     };
     Peers::new(ChannelConfig::default(), me, false)

@@ -19,6 +19,7 @@ mod stripe;
 mod work_request;
 
 use crate::core::command::{DataCommand, DataRefusal};
+use crate::core::config::CoreConfig;
 use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, FlowId, SourceId, StepId};
 use crate::core::layout::{Geometry, LayerLayout, RankLayout, Slices};
@@ -158,6 +159,30 @@ pub struct TransferConfig {
 }
 
 impl TransferConfig {
+    /// The actor of a rank of an engine with this core, with the default times and limits.
+    ///
+    /// It is told the address of its data plane and what that can do. `memory` is what it registers,
+    /// and `layers` where its layers lie in that.
+    pub fn new(
+        core: &CoreConfig,
+        rank: u16,
+        (address, caps): (Address, Caps),
+        memory: Vec<Memory>,
+        layers: Vec<LayerLayout>,
+    ) -> TransferConfig {
+        TransferConfig {
+            rank,
+            role: core.role,
+            mode: core.mode,
+            geometry: core.geometry.clone(),
+            address,
+            caps,
+            memory,
+            layers,
+            settings: TransferSettings::default(),
+        }
+    }
+
     /// Longest wait for `Opened`.
     fn open(&self) -> Nanos {
         self.settings.open.max(self.caps.patience.open)

@@ -171,19 +171,13 @@ pub(super) fn to_host() -> Vec<ToHost> {
 }
 
 fn plan() -> RankPlan {
+    let (incarnation, control) = (Incarnation(1 << 50), "tcp://10.0.0.1:6301".into());
     let core = CoreConfig {
-        engine: "e".into(),
-        incarnation: Incarnation(1 << 50),
-        role: Role::Prefill,
         mode: Mode::Pull,
-        geometry: Arc::new(geometry()),
         http: Endpoint("10.0.0.1:8100".into()),
-        control: Endpoint("tcp://10.0.0.1:6301".into()),
         dp: (1, 2),
         router: Some(Endpoint("tcp://10.0.0.9:36367".into())),
-        settings: Default::default(),
-        channel: Default::default(),
-        moriio: None,
+        ..CoreConfig::new(Role::Prefill, "e", incarnation, geometry(), control)
     };
     RankPlan {
         core,

@@ -54,12 +54,13 @@ fn arrived(role: Role) -> ToHost {
     let (key, mode, incarnation) = (TransferKey { id: "t".into(), prompt: 0 }, Mode::Push, None);
     let leg = match role {
         Role::Prefill => {
-            serde_json::to_string(&PrefillLeg { key, siblings: 1, mode, incarnation, moriio: None })
+            serde_json::to_string(&PrefillLeg { incarnation, ..PrefillLeg::new(key, mode) })
         }
         Role::Decode => {
             let (prefill, control) = ("p".into(), "c".into());
             let moriio = None;
-            let leg = DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation, moriio };
+            let leg =
+                DecodeLeg { incarnation, moriio, ..DecodeLeg::new(key, mode, prefill, control) };
             serde_json::to_string(&leg)
         }
     };

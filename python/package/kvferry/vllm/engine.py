@@ -127,15 +127,20 @@ def _group(group) -> dict:
     }
 
 
+# By which vLLM's CPU backend has the OpenMP runtime bind a worker. It is loaded before anything else (LD_PRELOAD),
+# and binds the main thread of each process that has them in its environment.
+BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+
+
 @contextmanager
 def unbound():
-    """What is started in it runs wherever this server may. vLLM binds a worker to the cores that it
-    computes on: whatever the worker starts would be bound to them as well, and wait for them."""
+    """What is started in it, with the environment that it gives, runs wherever this server may. vLLM binds a worker to
+    the cores that it computes on: whatever the worker starts would be bound to them as well, and wait for them."""
     bound = os.sched_getaffinity(0)
     # The process that started this one is not bound.
     os.sched_setaffinity(0, bound | os.sched_getaffinity(os.getppid()))
     try:
-        yield
+        yield {name: value for name, value in os.environ.items() if name not in BINDING}
     finally:
         os.sched_setaffinity(0, bound)
 
@@ -153,7 +158,7 @@ def connect(at: Place, make: Callable[[Path], Link]) -> Link:
                 raise ConnectionError(f"{error}, for {START_S} s") from error
         if not is_started:
             command = [sys.executable, "-m", "kvferry.host", "--socket", str(at.socket)]
-            with unbound():
-                subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True)
+            with unbound() as environment:
+                subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True, env=environment)
             is_started = True
         time.sleep(0.02)

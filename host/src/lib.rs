@@ -18,3 +18,4 @@ pub mod sidecar;
 pub mod simulator;
 
 pub use cli::main;
+pub use process::interpreted_by;

@@ -19,6 +19,7 @@ use pyo3::exceptions::{PyConnectionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
@@ -357,7 +358,9 @@ pub(crate) fn check_ports(py: Python<'_>, json: &str) -> PyResult<()> {
 
 /// Runs `kvferry` with these arguments until it ends; the exit code.
 #[pyfunction]
-pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> u8 {
+pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> PyResult<u8> {
+    let python: OsString = py.import("sys")?.getattr("executable")?.extract()?;
+    kvferry::interpreted_by([python, "-m".into(), "kvferry".into()]);
     let args = std::iter::once("kvferry".to_string()).chain(args);
-    py.detach(|| kvferry::main(args.map(Into::into)))
+    Ok(py.detach(|| kvferry::main(args.map(Into::into))))
 }

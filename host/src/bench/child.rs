@@ -1,12 +1,12 @@
 //! The other side as a process that this one starts.
 
 use super::args::BenchArgs;
-use crate::process::CommandError;
+use crate::process::{CommandError, this_program};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
 
@@ -25,13 +25,15 @@ impl BenchChild {
         let failed = |why: String| {
             CommandError::Input(format!("the other side, a process of its own: {why}"))
         };
-        let program = std::env::current_exe().map_err(|why| failed(why.to_string()))?;
-        let child = Command::new(&program)
+        let mut program = this_program().map_err(|why| failed(why.to_string()))?;
+        let child = program
             .args(args.of_child())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .map_err(|why| failed(format!("cannot start {}: {why}", program.display())))?;
+            .map_err(|why| {
+                failed(format!("cannot start {}: {why}", program.get_program().display()))
+            })?;
         let mut other = BenchChild { child, address: String::new() };
         let out = other.child.stdout.take().expect("it was piped");
         let (tell, told) = mpsc::channel();

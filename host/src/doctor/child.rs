@@ -1,6 +1,7 @@
 //! A process of this program that may end in any way, or not at all: what it said, and how it
 //! ended.
 
+use crate::process::this_program;
 use rustix::process::Signal;
 use serde::de::DeserializeOwned;
 use std::collections::VecDeque;
@@ -8,7 +9,7 @@ use std::ffi::OsStr;
 use std::fmt::Display;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::process::{Child, ChildStdin, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -58,16 +59,15 @@ impl ChildProcess {
     pub(super) fn start<S: AsRef<OsStr>>(
         args: impl IntoIterator<Item = S>,
     ) -> Result<ChildProcess, String> {
-        let program =
-            std::env::current_exe().map_err(|why| format!("the path of kvferry: {why}"))?;
-        let mut child = Command::new(&program)
+        let mut program = this_program().map_err(|why| format!("the path of kvferry: {why}"))?;
+        let mut child = program
             .args(args)
             .envs(loud())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|why| format!("starting {}: {why}", program.display()))?;
+            .map_err(|why| format!("starting {}: {why}", program.get_program().display()))?;
         let input = child.stdin.take();
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let (tell, heard) = mpsc::channel();

@@ -3,11 +3,14 @@
 
 mod exit;
 pub(crate) mod logs;
+mod program;
 mod progress;
 mod signals;
 mod stdout;
 
 pub(crate) use exit::{CommandError, Exit, print_error};
+pub use program::interpreted_by;
+pub(crate) use program::this_program;
 pub(crate) use progress::CliProgress;
 pub(crate) use signals::{ShutdownSignals, follow_parent};
 pub(crate) use stdout::StdoutGuard;

@@ -2,7 +2,7 @@
 
 use super::ClusterFiles;
 use super::client::ClusterClient;
-use crate::process::{CommandError, name};
+use crate::process::{CommandError, name, this_program};
 use crate::simulator::outcome::RunOutcome;
 use kvferry_scenarios::Run;
 use rustix::process::{Pid, Signal, kill_process};
@@ -10,7 +10,7 @@ use serde_json::Value;
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 
 /// One process; killed when it is dropped.
 pub(super) struct ClusterProcess {
@@ -29,8 +29,8 @@ pub(super) struct ClusterProcess {
 impl ClusterProcess {
     fn start(name: &str, args: Vec<OsString>) -> Result<ClusterProcess, CommandError> {
         let failed = |why: String| CommandError::Input(format!("cannot start {name}: {why}"));
-        let program = std::env::current_exe().map_err(|why| failed(why.to_string()))?;
-        let mut child = Command::new(program)
+        let mut program = this_program().map_err(|why| failed(why.to_string()))?;
+        let mut child = program
             .args(&args)
             .args(["--log-level", "error"])
             .stdin(Stdio::null())

@@ -1,4 +1,35 @@
 //! Performs the effects of machines on planes; the simulator and the actors share it.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_engine::core::command::ControlCommand;
+//! use kvferry_engine::effects::perform_control;
+//! use kvferry_engine::fabric::*;
+//!
+//! /// A plane without a network.
+//! struct Unplugged;
+//!
+//! impl ControlPlane for Unplugged {
+//!     fn listen(&mut self, _: LinkKind) -> Result<Endpoint, Refused> {
+//!         Err(Refused::Gone)
+//!     }
+//!     fn dial(&mut self, _: LinkId, _: &Endpoint, _: LinkKind) -> Result<(), Refused> {
+//!         Err(Refused::Gone)
+//!     }
+//!     fn send(&mut self, _: LinkId, _: &[&[u8]]) -> Result<(), Refused> {
+//!         Err(Refused::Gone)
+//!     }
+//!     # fn hang_up(&mut self, _: LinkId) {}
+//!     # fn set_waker(&mut self, _: std::task::Waker) {}
+//!     # fn poll(&mut self, _: Nanos, _: &mut Vec<ControlEvent>) -> NextPoll { unreachable!() }
+//!     // ...
+//! }
+//!
+//! // What a machine hears of a dial that is refused is what it hears of a link that dies.
+//! let link = LinkId(1);
+//! let dial = ControlCommand::Dial { link, to: "tcp://a:1".into(), channel: LinkKind::Handshake };
+//! assert_eq!(perform_control(&mut Unplugged, dial), Some(ControlEvent::LinkDown { link }));
+//! ```
 
 use crate::core::command::{ControlCommand, DataCommand, DataRefusal};
 use crate::fabric::{ControlEvent, ControlPlane, DataPlane, Refused};

@@ -8,6 +8,16 @@
 //!
 //! The traits have two owners: the router has no memory, and on GPUs the control plane lives in
 //! the host process while the data plane lives in the worker's.
+//!
+//! ```
+//! use kvferry_engine::fabric::Credits;
+//!
+//! let (limit, one) = (Credits::of_operations(1), Credits { operations: 1, ranges: 4, bytes: 64 });
+//! let mut used = Credits::default();
+//! assert!(limit.fits(&used, &one));
+//! used.add(&one);
+//! assert!(!limit.fits(&used, &one));
+//! ```
 
 use crate::core::ids::{number_id, text_id};
 use crate::core::time::Nanos;

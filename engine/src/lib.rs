@@ -20,7 +20,7 @@
 //! [`core`] holds the protocol as state machines without IO, clock, randomness or async;
 //! [`fabric`] the two traits through which bytes and frames leave the process; [`effects`] performs
 //! the effects of a machine on a plane. With the feature `actors` (the default) the same machines
-//! run as actix [`actors`](crate::actors), which is how a serving engine embeds them; the packages
+//! run as actix [`actors`], which is how a serving engine embeds them; the packages
 //! `kvferry-fabric-host` and `kvferry-fabric-mori` have data planes, `kvferry-wire` a control plane
 //! and the example `connector`: two engines, two processes, 150 lines. The feature `conformance`
 //! has the checks that every plane has to pass.
@@ -54,6 +54,10 @@
 //! ```
 
 // First, for its macro.
+#[cfg(not(feature = "planted"))]
+#[macro_use]
+mod planted;
+#[cfg(feature = "planted")]
 #[macro_use]
 pub mod planted;
 

@@ -1,4 +1,11 @@
 //! What the readers of settings have to say of a word that they do not know.
+//!
+//! ```
+//! use kvferry_engine::text::nearest;
+//!
+//! assert_eq!(nearest("heartbaet", &["heartbeat", "lease"]), Some("heartbeat"));
+//! assert_eq!(nearest("colour", &["heartbeat", "lease"]), None);
+//! ```
 
 /// The entry of `known` that is nearest to `word` by edit distance, if one is near.
 pub fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {

@@ -324,3 +324,34 @@ fn no_crate_plants_bugs_by_default() {
         }
     }
 }
+
+/// Files of the modules that a file declares as public.
+fn public_modules(file: &Path) -> Vec<PathBuf> {
+    let stem = file.file_stem().unwrap().to_string_lossy().into_owned();
+    let folder = match stem.as_str() {
+        "mod" | "lib" => file.parent().unwrap().to_path_buf(),
+        _ => file.with_extension(""),
+    };
+    let named = |name: &str| {
+        let flat = folder.join(format!("{name}.rs"));
+        if flat.is_file() { flat } else { folder.join(name).join("mod.rs") }
+    };
+    let text = read(file);
+    let names = text.lines().filter_map(|line| line.strip_prefix("pub mod ")?.strip_suffix(';'));
+    names.map(named).collect()
+}
+
+#[test]
+fn each_public_module_shows_its_use() {
+    // Planted bugs are public for the tests alone.
+    let is_shown = |path: &PathBuf| !path.ends_with("engine/src/planted.rs");
+    let folders = ["engine/src", "fabric-host/src", "wire/src"];
+    let sources = folders.iter().flat_map(|folder| files(folder, ".rs"));
+    let mut shown: Vec<_> =
+        sources.flat_map(|file| public_modules(&file)).filter(is_shown).collect();
+    shown.extend(folders.map(|folder| root().join(folder).join("lib.rs")));
+    assert!(shown.len() > 30, "{shown:?}");
+    let without: Vec<_> =
+        shown.iter().filter(|path| !read(path).lines().any(|line| line == "//! ```")).collect();
+    assert!(without.is_empty(), "no example in the module documentation: {without:?}");
+}

@@ -1,4 +1,17 @@
 //! The hash of a trace: fast, and the same in every build on every machine.
+//!
+//! ```
+//! use kvferry_sim::hash::TraceHasher;
+//! use std::hash::Hasher;
+//!
+//! let of = |words: &[&str]| {
+//!     let mut hasher = TraceHasher::new(1);
+//!     words.iter().for_each(|word| hasher.add(word));
+//!     hasher.finish()
+//! };
+//! assert_eq!(of(&["post", "land"]), of(&["post", "land"]));
+//! assert_ne!(of(&["post", "land"]), of(&["land", "post"]));
+//! ```
 
 use std::hash::{Hash, Hasher};
 

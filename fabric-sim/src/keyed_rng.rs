@@ -1,4 +1,14 @@
 //! Randomness without a stream: each draw is a function of what it is for.
+//!
+//! ```
+//! use kvferry_sim::keyed_rng::{InclusiveRange, KeyedRng};
+//!
+//! // The second draw of actor 3 is what it is, whoever has drawn before.
+//! let rng = KeyedRng::new(7);
+//! assert_eq!(rng.draw(1, 3, 2), KeyedRng::new(7).draw(1, 3, 2));
+//! let latency = InclusiveRange::new(10, 20).pick(rng.draw(1, 3, 2));
+//! assert!((10..=20).contains(&latency));
+//! ```
 
 use kvferry_scenarios::decide::{below, decide, within};
 

@@ -4,6 +4,18 @@
 //! needs to be compared with the current time only. Entries of equal time keep their order of
 //! arrival because buckets are emptied front to back and refilled only while empty; the order is
 //! therefore (time, sequence) without storing a sequence.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_sim::queue::EventQueue;
+//!
+//! let mut queue = EventQueue::new();
+//! for (at, what) in [(20, "late"), (10, "first"), (10, "second")] {
+//!     queue.push(Nanos(at), what);
+//! }
+//! let order: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|(_, what)| what).collect();
+//! assert_eq!((order, queue.now()), (vec!["first", "second", "late"], Nanos(20)));
+//! ```
 
 use crate::slab::Slab;
 use kvferry_engine::core::time::Nanos;

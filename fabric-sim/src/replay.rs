@@ -1,4 +1,16 @@
 //! Feeds a recording to the protocol machines alone and demands the same effects.
+//!
+//! ```
+//! use kvferry_sim::replay::replay;
+//! use kvferry_sim::world::{SimOptions, run};
+//!
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
+//! let report = run(&scenario.draw(1)?, SimOptions { record: true, ..SimOptions::default() });
+//! let summary = replay(&report.recording.unwrap()).unwrap();
+//! assert!(summary.inputs > 0 && summary.effects > 0);
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 use crate::world::{AnyMachine, MachineEffect, MachineId, RecordedDetail, Recording};
 use std::collections::{BTreeMap, VecDeque};

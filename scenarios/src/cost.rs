@@ -1,4 +1,24 @@
 //! How long a step of an engine takes: integer formulas, no floating point.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_scenarios::cost::{StepCost, StepWork};
+//!
+//! let cost = StepCost {
+//!     step: Nanos::from_us(100),
+//!     weights: Nanos::from_ms(1),
+//!     token_fs: 1_000_000_000,
+//!     pair_fs: 0,
+//!     context_fs: 0,
+//! };
+//! // Few tokens wait for the weights, many for the computation: here a microsecond each.
+//! let time = |tokens| {
+//!     let mut work = StepWork::default();
+//!     work.prefill(0, tokens);
+//!     cost.time(&work)
+//! };
+//! assert_eq!((time(10), time(5_000)), (Nanos::from_us(1_100), Nanos::from_us(5_100)));
+//! ```
 
 use kvferry_engine::core::Nanos;
 use serde::{Deserialize, Serialize};

@@ -2,6 +2,17 @@
 //!
 //! A scenario file is drawn into a [`Run`], in which every value is literal. All randomness is
 //! keyed, see [`decide`].
+//!
+//! ```
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
+//! // The same seed is the same run.
+//! assert_eq!(scenario.draw(3)?, scenario.draw(3)?);
+//! let typo = text.replace("requests", "request");
+//! let error = kvferry_scenarios::parse("one.toml", &typo, ".".as_ref(), None).unwrap_err();
+//! assert!(error.to_string().contains("one.toml:5"), "{error}");
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 mod bundled;
 pub mod cost;

@@ -1,4 +1,12 @@
 //! A run: a scenario with every value drawn. Plain data for the simulator and for recordings.
+//!
+//! ```
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
+//! let run = scenario.draw(7)?;
+//! assert_eq!((run.seed, run.requests.len()), (7, 1));
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 use crate::cost::StepCost;
 use crate::lists::{FaultKind, InvariantId};

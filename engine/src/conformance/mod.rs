@@ -4,6 +4,18 @@
 //! An implementation provides a fixture, [`DataFixture`] or [`ControlFixture`], and calls
 //! [`data_plane`] or [`control_plane`], or makes a test of each entry of [`DATA_CHECKS`] and
 //! [`CONTROL_CHECKS`]. A check panics with what it found.
+//!
+//! ```
+//! use kvferry_engine::conformance::{CONTROL_CHECKS, DATA_CHECKS, DataFixture};
+//!
+//! /// Runs one check by its name, as the test of that name does.
+//! fn run(name: &str, fixture: &mut dyn DataFixture) {
+//!     let (_, check) = DATA_CHECKS.iter().find(|(known, _)| *known == name).unwrap();
+//!     check(fixture);
+//! }
+//! assert!(DATA_CHECKS.iter().any(|(name, _)| *name == "moves_exactly_the_ranges"));
+//! assert!(!CONTROL_CHECKS.is_empty());
+//! ```
 
 mod backend;
 mod control;

@@ -1,5 +1,19 @@
 //! Which KV blocks of one engine are written into, for whom, and in which of them bytes may still
 //! land.
+//!
+//! ```
+//! use kvferry_engine::core::block_ledger::{BlockLedger, BlockOwner};
+//! use kvferry_engine::core::layout::BlockList;
+//!
+//! let (mut ledger, blocks) = (BlockLedger::default(), BlockList::new(vec![7, 8]));
+//! ledger.claim_destination(BlockOwner(1), 0, &blocks)?;
+//! // Its owner gave up, but a write may be under way: nobody else gets the blocks yet.
+//! ledger.quarantine(BlockOwner(1));
+//! assert!(ledger.claim_destination(BlockOwner(2), 0, &blocks).is_err());
+//! ledger.release(BlockOwner(1));
+//! ledger.claim_destination(BlockOwner(2), 0, &blocks)?;
+//! # Ok::<(), kvferry_engine::core::block_ledger::BlockConflict>(())
+//! ```
 
 use super::layout::BlockList;
 use std::collections::BTreeMap;

@@ -2,6 +2,39 @@
 //!
 //! A [`Channel`] is one connection between two incarnations. It outlives its links: what was not
 //! acknowledged is sent again over the next one. Numbers start at 0 on either side.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_engine::core::channel::{Channel, ChannelConfig, Received};
+//! use kvferry_engine::core::command::ControlCommand;
+//! use kvferry_engine::core::dialect::native::{VERSION, decode};
+//! use kvferry_engine::core::ids::{Attempt, Incarnation, TransferKey};
+//! use kvferry_engine::core::message::{AttemptTag, Message};
+//! use kvferry_engine::fabric::LinkId;
+//!
+//! let (now, link, config) = (Nanos::ZERO, LinkId(0), ChannelConfig::default());
+//! let mut decode_side = Channel::new(&config, Incarnation(1), 5);
+//! let mut prefill_side = Channel::new(&config, Incarnation(2), 5);
+//! let (mut sent, mut answered, mut delivered) = (Vec::new(), Vec::new(), Vec::new());
+//! decode_side.attach(now, link, (Incarnation(2), VERSION), &mut sent);
+//! prefill_side.attach(now, link, (Incarnation(1), VERSION), &mut answered);
+//!
+//! let key = TransferKey { id: "t".into(), prompt: 0 };
+//! let ask = Message::Ask { tag: AttemptTag { key, sibling: 0, attempt: Attempt(0) }, tokens: 100 };
+//! decode_side.send(now, ask.clone(), &mut sent)?;
+//! let [ControlCommand::Send { frame, .. }] = &sent[..] else { panic!("{sent:?}") };
+//! let frame = decode(frame).unwrap();
+//! prefill_side.receive(now, frame, &mut |message| delivered.push(message), &mut answered);
+//! assert_eq!(delivered, [ask]);
+//!
+//! // Kept until it is acknowledged.
+//! assert_eq!(decode_side.unacknowledged().count(), 1);
+//! let [ControlCommand::Send { frame, .. }] = &answered[..] else { panic!("{answered:?}") };
+//! let frame = decode(frame).unwrap();
+//! let received = decode_side.receive(now, frame, &mut |_| {}, &mut sent);
+//! assert_eq!((received, decode_side.unacknowledged().count()), (Received::Progress, 0));
+//! # Ok::<(), kvferry_engine::core::error::Failure>(())
+//! ```
 
 use super::command::{Commands, ControlCommand};
 use super::dialect::native::{self, ConnectionHeader, Frame, UnreadableFrame, UnreadableMessage};

@@ -1,4 +1,17 @@
 //! What machines want of the planes, as values. [`crate::effects`] performs them.
+//!
+//! ```
+//! use kvferry_engine::core::command::{Commands, ControlCommand, DataRefusal};
+//! use kvferry_engine::fabric::{LinkId, OpId, Refused};
+//!
+//! let mut out = Vec::new();
+//! let commands: &mut dyn Commands = &mut out;
+//! commands.push(ControlCommand::HangUp { link: LinkId(3) });
+//! assert_eq!(out, [ControlCommand::HangUp { link: LinkId(3) }]);
+//! // What a plane does not take comes back with the reason.
+//! let refusal = DataRefusal::Submit { op: OpId(1), why: Refused::Busy };
+//! assert_eq!(refusal.why(), Refused::Busy);
+//! ```
 
 use super::layout::Slices;
 use super::machine::Turn;

@@ -1,4 +1,18 @@
 //! What a prefill or decode core is configured with.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_engine::core::config::CoreConfig;
+//! use kvferry_engine::core::ids::{Incarnation, Mode, Role};
+//! use kvferry_engine::core::layout::{Geometry, KvGroup};
+//!
+//! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
+//! let control = "tcp://10.0.0.2:6301".into();
+//! let mut config = CoreConfig::new(Role::Decode, "decode-0", Incarnation(1), geometry, control);
+//! assert_eq!((config.mode, config.dp), (Mode::Push, (0, 1)));
+//! config.router = Some("tcp://10.0.0.9:6300".into());
+//! config.settings.lease = Nanos::from_secs(60);
+//! ```
 
 use super::channel::ChannelConfig;
 use super::ids::{EngineId, Incarnation};

@@ -1,4 +1,14 @@
 //! Enums in MessagePack, as far as one side may have variants that the other does not know.
+//!
+//! ```
+//! use kvferry_engine::core::enum_variants::{is_foreign, name_of};
+//! use kvferry_engine::core::ids::Mode;
+//!
+//! // "Push", and what a later version may say: `a4` begins a text of four bytes.
+//! assert!(!is_foreign::<Mode>(b"\xa4Push"));
+//! assert!(is_foreign::<Mode>(b"\xa4Both"));
+//! assert_eq!(name_of(b"\xa4Both"), Some("Both"));
+//! ```
 
 use serde::de::{Deserialize, Deserializer, Error as _, Visitor};
 use serde::forward_to_deserialize_any;

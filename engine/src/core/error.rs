@@ -1,4 +1,15 @@
 //! Why things end without success.
+//!
+//! ```
+//! use kvferry_engine::core::error::Failure;
+//!
+//! // The kind is for metrics, the text for people.
+//! let failure = Failure::HelloRefused("geometry of d is damaged".into());
+//! assert_eq!(failure.kind(), "hello-refused");
+//! assert!(failure.to_string().contains("geometry of d is damaged"));
+//! // Another pair of engines may do better.
+//! assert!(failure.is_of_pair() && !Failure::Cancelled.is_of_pair());
+//! ```
 
 use super::layout::Mismatch;
 use crate::fabric::{Endpoint, FabricError, LinkId, Refused};

@@ -1,4 +1,14 @@
 //! A map from hashes to small numbers whose order nobody can see.
+//!
+//! ```
+//! use kvferry_engine::core::hash_index::HashIndex;
+//!
+//! let mut index = HashIndex::new(100);
+//! assert!(index.insert(0xfeed, 7));
+//! assert_eq!(index.get(0xfeed), Some(7));
+//! index.remove(0xfeed);
+//! assert_eq!(index.get(0xfeed), None);
+//! ```
 
 /// No number; marks an empty place.
 const NONE: u32 = u32::MAX;

@@ -1,5 +1,16 @@
 //! Identifiers of the protocol, and the roles and modes that its parties have. Names of the outside
 //! world are strings, names of our own are counters within one incarnation.
+//!
+//! ```
+//! use kvferry_engine::core::ids::{Incarnation, RankSet};
+//!
+//! // Later than the last one, whatever the wall clock says.
+//! assert_eq!(Incarnation::begin(5_000, None), Incarnation(5_000));
+//! assert_eq!(Incarnation::begin(4_000, Some(Incarnation(5_000))), Incarnation(5_001));
+//! let mut done = RankSet::only(0);
+//! done.insert(1);
+//! assert!(done.covers(RankSet::first(2)) && !done.covers(RankSet::first(3)));
+//! ```
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

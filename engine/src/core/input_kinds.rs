@@ -1,5 +1,13 @@
 //! Inputs of the machines by kind, so that it can be counted which ones a machine has met: what the
 //! simulator gives to a machine, its shell in a deployment has to produce as well.
+//!
+//! ```
+//! use kvferry_engine::core::input_kinds::InputKinds;
+//! use kvferry_engine::core::router::RouterInput;
+//!
+//! let kind = RouterInput::Drain.kind();
+//! assert_eq!((RouterInput::MACHINE, RouterInput::KINDS[kind]), ("router", "Drain"));
+//! ```
 
 use super::decode::DecodeInput;
 use super::dialect::moriio::frame_kind::{MoriioFrameKind, form};

@@ -1,5 +1,22 @@
 //! An instance: its core, its transfer machines, and what they tell one another. A process holds
 //! all of it, or a part whose rest is in other processes.
+//!
+//! ```
+//! use kvferry_engine::core::config::CoreConfig;
+//! use kvferry_engine::core::ids::{Incarnation, Role};
+//! use kvferry_engine::core::instance::{Instance, InstanceInput, InstancePart};
+//! use kvferry_engine::core::layout::{Geometry, KvGroup};
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//!
+//! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
+//! let control = "tcp://10.0.0.1:6301".into();
+//! let (mut instance, mut out) = (Instance::default(), Outbox::new());
+//! instance.add_core(CoreConfig::new(Role::Prefill, "p", Incarnation(1), geometry, control));
+//! // The rank is in another process: here its start changes nothing.
+//! assert_eq!(InstanceInput::Start(0).part(), InstancePart::Rank(0));
+//! instance.handle(Nanos::ZERO, InstanceInput::Start(0), &mut out);
+//! assert!(out.is_empty());
+//! ```
 
 use super::command::{DataCommand, DataRefusal};
 use super::config::CoreConfig;

@@ -1,4 +1,33 @@
 //! The shape that all state machines of the protocol share.
+//!
+//! ```
+//! use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
+//!
+//! /// Says each word again.
+//! struct Echo;
+//!
+//! impl Machine for Echo {
+//!     type Input = &'static str;
+//!     type Effect = String;
+//!
+//!     fn handle(&mut self, now: Nanos, input: &'static str, out: &mut Outbox<String>) {
+//!         out.push(format!("{input} at {now}"));
+//!     }
+//!
+//!     fn deadline(&self) -> Option<Nanos> {
+//!         None
+//!     }
+//!
+//!     fn gauges(&self) -> Gauges {
+//!         Gauges::default()
+//!     }
+//! }
+//!
+//! let mut out = Outbox::new();
+//! Echo.handle(Nanos::from_ms(5), "hello", &mut out);
+//! assert_eq!(out.take(), ["hello at 5000.000us"]);
+//! assert!(out.is_empty());
+//! ```
 
 use super::time::Nanos;
 

@@ -2,6 +2,18 @@
 //! with the router ([`Registration`] and the legs), with the serving engine ([`PrefillHook`],
 //! [`DecodeHook`] and their answers), and with the transfer actors ([`TransferJob`],
 //! [`TransferReport`]).
+//!
+//! ```
+//! use kvferry_engine::core::ids::TransferKey;
+//! use kvferry_engine::core::message::{DecodeLeg, Mode, PrefillLeg};
+//!
+//! // The two legs of a request, as a router sends them: the key is what they share.
+//! let key = TransferKey { id: "t".into(), prompt: 0 };
+//! let to_prefill = PrefillLeg::new(key.clone(), Mode::Push);
+//! let to_decode = DecodeLeg::new(key, Mode::Push, "prefill-0".into(), "tcp://10.0.0.1:6301".into());
+//! assert_eq!(to_prefill.key, to_decode.key);
+//! assert_eq!((to_prefill.siblings, to_decode.sibling), (1, 0));
+//! ```
 
 pub use super::ids::{Mode, Role};
 pub use super::registration::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};

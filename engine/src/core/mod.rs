@@ -1,4 +1,15 @@
 //! Sans-io protocol core: every state machine is a [`Machine`].
+//!
+//! ```
+//! use kvferry_engine::core::ids::Incarnation;
+//! use kvferry_engine::core::router::{Router, RouterConfig, RouterInput};
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//!
+//! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
+//! router.handle(Nanos::from_ms(1), RouterInput::Drain, &mut out);
+//! assert!(router.is_draining() && out.is_empty());
+//! assert_eq!(router.deadline(), None, "it waits for nothing");
+//! ```
 
 pub mod block_ledger;
 mod by_peer;
@@ -7,7 +18,7 @@ pub mod command;
 pub mod config;
 pub mod decode;
 pub mod dialect;
-pub mod engine_core;
+pub(crate) mod engine_core;
 pub mod enum_variants;
 pub mod error;
 pub mod hash_index;
@@ -20,14 +31,14 @@ mod limits;
 pub mod machine;
 pub mod message;
 pub mod moriio;
-pub mod peer_manager;
+mod peer_manager;
 pub mod peers;
 pub mod prefill;
 mod recent_set;
 mod registration;
 pub mod router;
 pub mod time;
-pub mod timers;
+mod timers;
 pub mod transfer;
 
 pub use machine::{Gauges, Machine, Outbox};

@@ -1,4 +1,14 @@
 //! Time as the core sees it: a number handed in with every input.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//!
+//! let deadline = Nanos::from_secs(2) + Nanos::from_ms(500);
+//! assert_eq!((deadline, deadline.as_secs_f64()), (Nanos::from_us(2_500_000), 2.5));
+//! // It stays within its range, so that a peer's numbers cannot overflow it.
+//! assert_eq!(Nanos::MAX + deadline, Nanos::MAX);
+//! assert_eq!(Nanos::ZERO - deadline, Nanos::ZERO);
+//! ```
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 /// A table of deadlines with one entry per name.
 #[derive(Debug, Clone)]
-pub struct Timers<K> {
+pub(super) struct Timers<K> {
     queue: BTreeMap<(Nanos, u64), K>,
     armed: BTreeMap<K, (Nanos, u64)>,
     sequence: u64,
@@ -20,7 +20,7 @@ impl<K> Default for Timers<K> {
 
 impl<K: Ord + Clone> Timers<K> {
     /// Sets the deadline of `key`, replacing an earlier one.
-    pub fn arm(&mut self, key: K, at: Nanos) {
+    pub(super) fn arm(&mut self, key: K, at: Nanos) {
         self.sequence += 1;
         let place = (at, self.sequence);
         if let Some(old) = self.armed.insert(key.clone(), place) {
@@ -30,14 +30,14 @@ impl<K: Ord + Clone> Timers<K> {
     }
 
     /// Sets the deadline of `key` unless it has one.
-    pub fn arm_if_idle(&mut self, key: K, at: Nanos) {
+    pub(super) fn arm_if_idle(&mut self, key: K, at: Nanos) {
         if !self.armed.contains_key(&key) {
             self.arm(key, at);
         }
     }
 
     /// Removes the deadline of `key`; true if there was one.
-    pub fn cancel(&mut self, key: &K) -> bool {
+    pub(super) fn cancel(&mut self, key: &K) -> bool {
         match self.armed.remove(key) {
             Some(place) => self.queue.remove(&place).is_some(),
             None => false,
@@ -45,7 +45,7 @@ impl<K: Ord + Clone> Timers<K> {
     }
 
     /// Takes the oldest deadline that is due at `now`.
-    pub fn pop_due(&mut self, now: Nanos) -> Option<K> {
+    pub(super) fn pop_due(&mut self, now: Nanos) -> Option<K> {
         let entry = self.queue.first_entry()?;
         if entry.key().0 > now {
             return None;
@@ -56,17 +56,12 @@ impl<K: Ord + Clone> Timers<K> {
     }
 
     /// The earliest deadline.
-    pub fn next(&self) -> Option<Nanos> {
+    pub(super) fn next(&self) -> Option<Nanos> {
         self.queue.first_key_value().map(|((at, _), _)| *at)
     }
 
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.armed.len()
-    }
-
-    /// True if there is no deadline.
-    pub fn is_empty(&self) -> bool {
-        self.armed.is_empty()
     }
 }
 
@@ -83,7 +78,7 @@ mod tests {
         timers.arm(7, Nanos(4));
         let fired: Vec<_> = std::iter::from_fn(|| timers.pop_due(Nanos(10))).collect();
         assert_eq!(fired, [7, 5, 3, 9, 1]);
-        assert!(timers.is_empty());
+        assert_eq!(timers.len(), 0);
     }
 
     #[test]

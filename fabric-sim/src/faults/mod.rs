@@ -11,6 +11,17 @@
 //!
 //! Several faults on one operation: delays add up, failure wins over overtaken data and that over
 //! none, `Never` over `Lost` over `Given`. On one frame: loss wins, delays add up.
+//!
+//! ```
+//! use kvferry_sim::faults::FaultScheduler;
+//!
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
+//! let faults = FaultScheduler::new(&scenario.draw(1)?);
+//! // Without faults there is nothing to wake up for, and nothing that did not happen.
+//! assert!(faults.deadline().is_none() && faults.unfired().is_empty());
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 mod action;
 mod decision;

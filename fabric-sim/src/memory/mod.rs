@@ -7,6 +7,16 @@
 //!
 //! A *stamp* names the content of a token range independent of request and engine: the caller
 //! derives it from the prompt prefix, so that equal prefixes have equal KV.
+//!
+//! ```
+//! use kvferry_sim::memory::RankStore;
+//!
+//! let mut store = RankStore::plain(&[64, 128]);
+//! store.bytes_mut(1).unwrap()[5] = 7;
+//! assert_eq!((store.segments(), store.bytes(1).unwrap()[5]), (2, 7));
+//! // What is registered is no address of this process: nothing but the simulator gets at it.
+//! assert_eq!(store.memory(1, 0).len(), 128);
+//! ```
 
 mod bytes;
 mod cells;

@@ -4,6 +4,18 @@
 //! The world holds no machine. [`Simulation::next`] says which machine has to do what, whoever
 //! holds the machines does it, and [`Simulation::apply`] takes the effects. A core loop
 //! ([`run`]) and actors can therefore drive the same simulation, and give the same trace.
+//!
+//! ```
+//! use kvferry_sim::world::{SimOptions, run};
+//!
+//! let text = "about = 'one prompt'\nseed = 1\n[workload]\nmode = 'push'\nrequests = 1\n";
+//! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
+//! // Same run, same trace, whether anybody looks at it or not.
+//! let drawn = scenario.draw(1)?;
+//! let trace = |check| run(&drawn, SimOptions { check, ..SimOptions::default() }).trace_hash;
+//! assert_eq!(trace(true), trace(false));
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 mod actions;
 mod actor;

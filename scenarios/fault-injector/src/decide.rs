@@ -1,5 +1,14 @@
 //! Keyed randomness: every decision is a function of its name, so that removing one decision
 //! changes no other.
+//!
+//! ```
+//! use kvferry_faults::decide::{chance, decide, kind, within};
+//!
+//! let drawn = decide(1, kind("net.latency"), 3, 0);
+//! assert_eq!(drawn, decide(1, kind("net.latency"), 3, 0));
+//! assert!((10..=20).contains(&within(drawn, 10, 20)));
+//! assert!(chance(drawn, 1_000_000) && !chance(drawn, 0));
+//! ```
 
 /// A uniform 64-bit number for decision `n` of `actor` in matters of `kind`.
 ///

@@ -1,4 +1,15 @@
 //! A file of `[[fault]]` tables without a scenario around them.
+//!
+//! ```
+//! use kvferry_faults::FaultFile;
+//!
+//! let text = "seed = 4\n[[fault]]\nkind = 'fabric.no_copy'\nchance = 0.5\n";
+//! let file = FaultFile::parse("half.toml", text)?;
+//! assert_eq!((file.seed(), file.faults().len()), (4, 1));
+//! let error = FaultFile::parse("odd.toml", &text.replace("copy", "cpy")).unwrap_err();
+//! assert!(error.to_string().contains("odd.toml:3"), "{error}");
+//! # Ok::<(), kvferry_faults::ScenarioError>(())
+//! ```
 
 use crate::doc::{FileName, FromKey, TomlDoc, TomlField};
 use crate::error::ScenarioError;

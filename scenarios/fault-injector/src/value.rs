@@ -1,4 +1,15 @@
 //! Values of the language and their three forms: literal, range, choice.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_faults::decide::DecisionKey;
+//! use kvferry_faults::value::Distribution;
+//!
+//! let key = DecisionKey::new(1, "pause");
+//! let drawn = Distribution::from((Nanos(10), Nanos(20))).draw(&key);
+//! assert!((Nanos(10)..=Nanos(20)).contains(&drawn));
+//! assert_eq!(Distribution::from(Nanos(7)).draw(&key), Nanos(7));
+//! ```
 
 use crate::decide::{DecisionKey, below, within};
 use crate::doc::{FromKey, TomlField};

@@ -1,4 +1,13 @@
 //! The bundled trace: chat sessions whose prompts grow from turn to turn.
+//!
+//! ```
+//! use kvferry_scenarios::trace::generate::{TraceSpec, generate, to_jsonl};
+//!
+//! let spec = TraceSpec { seed: 1, sessions: 2, span_ms: 1_000 };
+//! let records = generate(&spec);
+//! assert!(records.is_sorted_by_key(|record| record.timestamp));
+//! assert_eq!(to_jsonl(&records).lines().count(), records.len());
+//! ```
 
 use super::{TOKENS_PER_HASH, TraceRecord};
 use crate::decide::{DecisionKey, below, within};

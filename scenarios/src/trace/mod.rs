@@ -1,6 +1,18 @@
 //! Request traces in Mooncake's format: one JSON object per line with `timestamp` (ms),
 //! `input_length`, `output_length` (tokens) and `hash_ids`, one id per started run of 512 prompt
 //! tokens. Equal ids are equal prefixes up to and including their run.
+//!
+//! ```
+//! use kvferry_scenarios::trace::TraceReader;
+//!
+//! let line = r#"{"timestamp": 40, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}"#;
+//! let record = TraceReader::new(line.as_bytes(), "chat.jsonl").next().unwrap()?;
+//! let request = record.request(2_000);
+//! // At twice the speed; one run of 512 tokens is full, the other is the prompt's tail.
+//! assert_eq!(request.arrival, kvferry_engine::core::Nanos::from_ms(20));
+//! assert_eq!(request.prompts[0].prefix.len(), 1);
+//! # Ok::<(), kvferry_scenarios::ScenarioError>(())
+//! ```
 
 pub mod generate;
 

@@ -3,6 +3,32 @@
 //! `request` follows the engine's requests from arrival to the one answer that each gets; `read`
 //! holds what only pull needs: leases and the flows of this engine's own transfer actors;
 //! `pending_releases` tells prefills later what they could not be told at once.
+//!
+//! ```
+//! use kvferry_engine::core::config::CoreConfig;
+//! use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+//! use kvferry_engine::core::ids::{Incarnation, Mode, Role, TransferKey};
+//! use kvferry_engine::core::layout::{Geometry, KvGroup};
+//! use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg};
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//!
+//! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
+//! let control = "tcp://10.0.0.2:6301".into();
+//! let config = CoreConfig::new(Role::Decode, "decode-0", Incarnation(1), geometry, control);
+//! let (mut decode, mut out) = (Decode::new(config), Outbox::new());
+//! let key = TransferKey { id: "t".into(), prompt: 0 };
+//! let leg = DecodeLeg::new(key, Mode::Push, "prefill-0".into(), "tcp://10.0.0.1:6301".into());
+//! for request in ["a", "b"] {
+//!     let arrived =
+//!         DecodeHook::Arrived { request: request.into(), leg: leg.clone(), tokens: 100 };
+//!     decode.handle(Nanos::ZERO, DecodeInput::Hook(arrived), &mut out);
+//! }
+//! // One sample has one place: the second request for it is not taken.
+//! let [DecodeEffect::Answer(DecodeAnswer::Rejected { request, failure })] = out.as_slice() else {
+//!     panic!("{out:?}");
+//! };
+//! assert_eq!((&*request.0, failure.kind()), ("b", "duplicate-key"));
+//! ```
 
 mod pending_releases;
 mod read;

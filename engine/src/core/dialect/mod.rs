@@ -1,4 +1,16 @@
 //! Typed frames and their bytes.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::frame_kind::form;
+//! use kvferry_engine::core::dialect::moriio::notify::write_done;
+//! use kvferry_engine::core::dialect::native::{Frame, encode, peek};
+//!
+//! // What comes says by its first bytes which dialect it is of.
+//! let frame = encode(&Frame::Abandon { keys: Vec::new() });
+//! assert!(peek(&frame).is_some() && form(&[frame]).is_none());
+//! let notice = write_done(&"t".into());
+//! assert!(peek(&notice).is_none() && form(&[notice]).is_some());
+//! ```
 
 #[cfg(test)]
 mod golden;

@@ -8,11 +8,11 @@ use std::fmt;
 use std::sync::Arc;
 
 /// Largest number of layers of a model.
-pub const LAYERS_MAX: u16 = 512;
+pub(crate) const LAYERS_MAX: u16 = 512;
 /// Largest number of KV cache groups of a model.
-pub const GROUPS_MAX: usize = 64;
+pub(crate) const GROUPS_MAX: usize = 64;
 /// Longest model name in bytes.
-pub const MODEL_NAME_MAX: usize = 256;
+pub(crate) const MODEL_NAME_MAX: usize = 256;
 
 /// Why two engines do not fit; carried in the refusal of a hello.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -45,7 +45,7 @@ pub(super) fn equal<T: PartialEq + fmt::Debug>(
 
 /// Refuses what [`super::route::Route`] could not map, so that planning never fails later. The
 /// arguments may be anything that a peer sends; time and memory are bounded by their size and by
-/// [`LAYERS_MAX`].
+/// 512 layers.
 ///
 /// # Errors
 /// Names the first property that does not fit, with both values.

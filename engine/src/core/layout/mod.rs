@@ -1,8 +1,8 @@
 //! KV geometry and the way from block lists to byte ranges.
 //!
-//! [`geometry`] describes what an engine's KV cache looks like, [`check`] says whether two engines
-//! fit, [`route`] precomputes what one rank exchanges with one rank of a peer, and
-//! [`route::Route::plan`] turns block lists into coalesced [`Slices`].
+//! A [`Geometry`] and [`RankLayout`]s describe what an engine's KV cache looks like, [`check()`]
+//! says whether two engines fit, a [`Route`] is precomputed from what one rank exchanges with one
+//! rank of a peer, and [`Route::plan`] turns block lists into coalesced [`Slices`].
 //!
 //! ```
 //! use kvferry_engine::core::layout::*;
@@ -31,13 +31,13 @@
 //! # Ok::<(), Mismatch>(())
 //! ```
 
-pub mod check;
+pub(super) mod check;
 mod digest;
-pub mod geometry;
+mod geometry;
 mod heads;
 mod mapping;
 mod overlap;
-pub mod route;
+mod route;
 mod slices;
 
 pub use check::{Mismatch, check};

@@ -9,6 +9,15 @@
 //! The wire has no cancel, no failure notice, no lease and no incarnations. Hence a decode gets its
 //! blocks back early only by keeping the prefill out for good, and a prefill frees what nobody
 //! released after a fixed time; see `CONTRACT.md`.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_engine::core::moriio::MoriioSettings;
+//!
+//! // The times of 0.32.0: its prefills free what is read after 60 s, so nothing is kept longer.
+//! let settings = MoriioSettings::default();
+//! assert_eq!((settings.hold, settings.write), (Nanos::from_secs(60), Nanos::from_secs(120)));
+//! ```
 
 mod config;
 mod decode_proxy;

@@ -3,6 +3,32 @@
 //! Decode dials with [`Peers::reach`], prefill answers; from then on both have a [`ConnectionId`]
 //! for one connection between two incarnations. A connection survives its link and ends for good
 //! with [`PeerEvent::Down`]; whatever follows has another connection.
+//!
+//! ```
+//! use kvferry_engine::core::Nanos;
+//! use kvferry_engine::core::channel::{ChannelConfig, capability};
+//! use kvferry_engine::core::command::ControlCommand;
+//! use kvferry_engine::core::ids::{Incarnation, Role};
+//! use kvferry_engine::core::layout::{Geometry, KvGroup};
+//! use kvferry_engine::core::peers::{LocalEngine, PeerTurn, Peers};
+//!
+//! let me = LocalEngine {
+//!     engine: "decode-0".into(),
+//!     incarnation: Incarnation(1),
+//!     role: Role::Decode,
+//!     geometry: Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]).into(),
+//!     capabilities: capability::PUSH,
+//! };
+//! let mut peers = Peers::new(ChannelConfig::default(), me, false);
+//! let (mut commands, mut events) = (Vec::new(), Vec::new());
+//! let mut turn = PeerTurn { now: Nanos::ZERO, commands: &mut commands, events: &mut events };
+//! let prefill = "tcp://10.0.0.1:6301".into();
+//! let connection = peers.reach(&"prefill-0".into(), &prefill, None, &mut turn);
+//! // Nobody is dialled before it is known where the own KV lies.
+//! assert!(peers.info(connection).is_none());
+//! peers.set_ranks(Vec::new(), &mut turn);
+//! assert!(matches!(&commands[..], [ControlCommand::Dial { to, .. }] if *to == prefill));
+//! ```
 
 mod connection;
 mod hello;

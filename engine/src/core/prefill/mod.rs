@@ -3,6 +3,32 @@
 //! A *key* is one prompt that travels; a *receiver* is a sibling on a decode engine that wants it.
 //! Keys and receivers may appear in either order: a decode may announce before the prefill
 //! leg arrives. `request` follows the engine's requests, `receivers` the receivers.
+//!
+//! ```
+//! use kvferry_engine::core::config::CoreConfig;
+//! use kvferry_engine::core::error::Failure;
+//! use kvferry_engine::core::ids::{Incarnation, TransferKey};
+//! use kvferry_engine::core::layout::{Geometry, KvGroup};
+//! use kvferry_engine::core::message::*;
+//! use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//!
+//! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
+//! let control = "tcp://10.0.0.1:6301".into();
+//! let config = CoreConfig::new(Role::Prefill, "prefill-0", Incarnation(1), geometry, control);
+//! let (mut prefill, mut out) = (Prefill::new(config), Outbox::new());
+//! let leg = PrefillLeg::new(TransferKey { id: "t".into(), prompt: 0 }, Mode::Push);
+//! let arrived = PrefillHook::Arrived { request: "a".into(), leg, tokens: 100 };
+//! let aborted = PrefillHook::Finished { request: "a".into(), reason: FinishReason::Aborted };
+//! for hook in [arrived, aborted] {
+//!     prefill.handle(Nanos::ZERO, PrefillInput::Hook(hook), &mut out);
+//! }
+//! // Nobody has asked for it: its blocks are free at once.
+//! let [PrefillEffect::Answer(PrefillAnswer::SourceFree { request, failure })] = out.as_slice() else {
+//!     panic!("{out:?}");
+//! };
+//! assert_eq!((&*request.0, failure), ("a", &Some(Failure::PrefillEnded)));
+//! ```
 
 mod receiver;
 mod receivers;

@@ -9,6 +9,44 @@
 //! others, to the same instances after a pause, which ends when one comes that has not failed them.
 //! The timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
+//!
+//! ```
+//! use kvferry_engine::core::ids::{ClientId, Incarnation, Mode, Role};
+//! use kvferry_engine::core::message::Registration;
+//! use kvferry_engine::core::router::*;
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//!
+//! let instance = |engine: &str, role| Registration {
+//!     engine: engine.into(),
+//!     incarnation: Incarnation(1),
+//!     sequence: 1,
+//!     role,
+//!     mode: Mode::Push,
+//!     http: format!("{engine}:8000").as_str().into(),
+//!     control: format!("tcp://{engine}:6301").as_str().into(),
+//!     dp_rank: 0,
+//!     dp_size: 1,
+//!     tp: 8,
+//!     draining: false,
+//!     fit: None,
+//!     troubles: Vec::new(),
+//! };
+//! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
+//! let prompts = vec![RoutedPrompt { tokens: 100, prefix: [].into() }];
+//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20 };
+//! for input in [
+//!     RouterInput::Register(instance("p0", Role::Prefill)),
+//!     RouterInput::Register(instance("d0", Role::Decode)),
+//!     RouterInput::Request(request),
+//! ] {
+//!     router.handle(Nanos::ZERO, input, &mut out);
+//! }
+//! let engine_of = |effect: &RouterEffect| match effect {
+//!     RouterEffect::Dispatch { engine, .. } => engine.to_string(),
+//!     other => panic!("{other:?}"),
+//! };
+//! assert_eq!(out.as_slice().iter().map(engine_of).collect::<Vec<_>>(), ["p0", "d0"]);
+//! ```
 
 mod abandon_queue;
 mod discovery;

@@ -9,6 +9,41 @@
 //!
 //! Whatever ends a flow early, its last report says that no byte of it can land any more: every
 //! session that it touched is quiesced first.
+//!
+//! ```
+//! use kvferry_engine::core::command::DataCommand;
+//! use kvferry_engine::core::config::CoreConfig;
+//! use kvferry_engine::core::ids::Incarnation;
+//! use kvferry_engine::core::layout::{Geometry, KvGroup, LayerLayout};
+//! use kvferry_engine::core::message::Role;
+//! use kvferry_engine::core::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
+//! use kvferry_engine::fabric::*;
+//!
+//! let geometry = Geometry::new("m", 2, vec![KvGroup::full(16, [0])]);
+//! let control = "tcp://10.0.0.1:6301".into();
+//! let core = CoreConfig::new(Role::Prefill, "prefill-0", Incarnation(1), geometry, control);
+//! let caps = Caps {
+//!     read: true,
+//!     write: true,
+//!     slices_max: 1024,
+//!     per_peer: Credits::UNLIMITED,
+//!     in_all: Credits::of_operations(64),
+//!     placement: Placement::OnCompletion,
+//!     fence: FenceScope::Peer,
+//!     patience: PlaneTimeouts::default(),
+//! };
+//! // A layer of 64 blocks with 2 heads, 16 tokens, and 8 elements of 2 bytes.
+//! let layers = vec![LayerLayout::contiguous(0, [64, 2, 16, 8], 2)];
+//! let memory = vec![Memory::Own { base: 1 << 20, len: 64 * 512 }];
+//! let plane = (Address(b"plane".as_slice().into()), caps);
+//! let config = TransferConfig::new(&core, 0, plane, memory, layers);
+//! let (mut rank, mut out) = (Transfer::new(config), Outbox::new());
+//! rank.handle(Nanos::ZERO, TransferInput::Start, &mut out);
+//! let [TransferEffect::Data(DataCommand::Register { .. })] = out.as_slice() else {
+//!     panic!("{out:?}");
+//! };
+//! ```
 
 mod fair_queue;
 mod flow;

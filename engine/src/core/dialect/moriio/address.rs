@@ -1,4 +1,14 @@
 //! Where an engine listens, and request ids that say it of both engines of a transfer.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, embed};
+//!
+//! let prefill = ZmqAddress::parse("host:10.0.0.1,handshake:6301,notify:61005").unwrap();
+//! assert_eq!(&*prefill.engine().0, "10.0.0.1:6301");
+//! let request = embed(&prefill, &ZmqAddress { host: "10.0.0.2".into(), ..prefill.clone() }, 7)?;
+//! assert!(request.0.starts_with(&format!("___prefill_addr_{prefill}___decode_addr_host:10.0.0.2")));
+//! # Ok::<(), kvferry_engine::core::dialect::moriio::EncodeError>(())
+//! ```
 
 use super::EncodeError;
 use crate::core::ids::{EngineId, Incarnation, RequestId, Role};

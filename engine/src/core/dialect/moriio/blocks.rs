@@ -1,5 +1,17 @@
 //! Which blocks of a prefill and a decode belong together: MoRIIO names blocks and no tokens, so
 //! the lengths of the lists have to say it.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::blocks::{to_read, to_write};
+//! use kvferry_engine::core::ids::BlockId;
+//!
+//! let (one, three) = ([BlockId(7)], [BlockId(1), BlockId(2), BlockId(3)]);
+//! // A decode that has the start of the prompt reads the last blocks; a prefill writes the first.
+//! assert_eq!(to_read(&one, &three, 0)?, (&one[..], &three[2..]));
+//! assert_eq!(to_write(&one, &three)?, (&one[..], &three[..1]));
+//! assert!(to_write(&three, &one).is_err());
+//! # Ok::<(), kvferry_engine::core::layout::Mismatch>(())
+//! ```
 
 use crate::core::ids::BlockId;
 use crate::core::layout::Mismatch;

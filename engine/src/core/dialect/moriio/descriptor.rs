@@ -3,6 +3,21 @@
 //!
 //! Reading them tells a peer's addresses and its [`DescLayout`] without MoRI. A descriptor that
 //! goes on to MoRI goes on as the bytes that came, never encoded anew.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc};
+//!
+//! let desc = MoriEngineDesc {
+//!     key: "prefill-0".into(),
+//!     node_id: "".into(),
+//!     hostname: "node1".into(),
+//!     host: "10.0.0.1".into(),
+//!     port: 7000,
+//!     pid: 0,
+//! };
+//! // The oldest layout has neither node nor process.
+//! assert_eq!(MoriEngineDesc::decode(&desc.encode(DescLayout::V0_0)), Ok(desc));
+//! ```
 
 use super::msgpack::{MsgpackItems, MsgpackValue};
 use super::{Bin, DecodeError, error, pack};

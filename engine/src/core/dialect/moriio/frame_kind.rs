@@ -1,4 +1,14 @@
 //! What a frame is, from its ends alone.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::frame_kind::{MoriioFrameKind, form};
+//! use kvferry_engine::core::dialect::moriio::handshake::REQUEST;
+//! use kvferry_engine::core::dialect::moriio::notify::write_done;
+//!
+//! assert!(matches!(form(&[REQUEST]), Some(MoriioFrameKind::Call)));
+//! assert!(matches!(form(&[write_done(&"t".into())]), Some(MoriioFrameKind::Written)));
+//! assert!(form(&[REQUEST, REQUEST]).is_none());
+//! ```
 
 use super::handshake::REQUEST;
 use super::notify::starts_map;

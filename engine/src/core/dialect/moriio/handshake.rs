@@ -1,4 +1,12 @@
 //! The handshake: a dialler asks once, the listener answers with two replies.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::handshake::{HandshakeRequest, REQUEST, decode_call};
+//!
+//! assert_eq!(decode_call(&[REQUEST]), Ok(HandshakeRequest::Metadata));
+//! let error = decode_call(&[b"get_meta"]).unwrap_err();
+//! assert_eq!((error.frame, &*error.rule), ("handshake", "unknown call"));
+//! ```
 
 use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::{Bin, DecodeError, error, only, pack};

@@ -4,6 +4,15 @@
 //! listeners. Decoders take what it takes: keys in any order, and keys that nobody knows. What
 //! ends a listener of 0.32.0 is here an error like others, and costs one frame. All rules in these
 //! errors are fixed texts, so that drops can be counted by rule.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::notify::Release;
+//! use std::num::NonZeroU16;
+//!
+//! // A listener of 0.32.0 dies of a release from 3 ranks to 2, so none can be made.
+//! let error = Release::new("t".into(), NonZeroU16::new(3).unwrap(), 2).unwrap_err();
+//! assert_eq!(error.to_string(), "TP sizes that do not divide in release");
+//! ```
 
 pub mod address;
 pub mod blocks;

@@ -1,4 +1,15 @@
 //! What engines tell each other on the notify channel: one part each, one way, unanswered.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::notify::{RemoteBlocks, decode_at_decode, write_done};
+//! use kvferry_engine::core::ids::BlockId;
+//!
+//! assert_eq!(decode_at_decode(&[write_done(&"t".into())]), Ok("t".into()));
+//! // A prefill is told where to write; that is nothing that a decode takes.
+//! let blocks = RemoteBlocks::new(None, "t".into(), vec![BlockId(3)], 0)?;
+//! assert!(decode_at_decode(&[blocks.encode()]).is_err());
+//! # Ok::<(), kvferry_engine::core::dialect::moriio::EncodeError>(())
+//! ```
 
 use super::address::int;
 use super::msgpack::{MsgpackMap, MsgpackValue};

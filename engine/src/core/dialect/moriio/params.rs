@@ -1,5 +1,17 @@
 //! `kv_transfer_params`: what a leg of a request carries beside the prompt, and what a prefill
 //! answers for the decode. JSON objects in the bodies of requests and answers.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::params::KvTransferParams;
+//!
+//! let json = br#"{"do_remote_prefill": true, "transfer_id": "t", "remote_engine_id": null,
+//!     "remote_block_ids": [[4, 5]], "of_a_later_version": 1}"#;
+//! let params = KvTransferParams::decode(json)?;
+//! assert!(params.do_remote_prefill && !params.do_remote_decode);
+//! assert_eq!(params.transfer()?, &"t".into());
+//! assert!(KvTransferParams::decode(b"{}").is_err());
+//! # Ok::<(), kvferry_engine::core::dialect::DecodeError>(())
+//! ```
 
 use super::address::{ZmqAddress, embedded_peer, int};
 use super::ports::{DialPurpose, ParallelSizes, PortFormula, pod_of, port};

@@ -1,4 +1,15 @@
 //! Which port a rank listens on, and which rank of a peer a rank deals with.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::ports::{ParallelSizes, PortFormula};
+//!
+//! let sizes = ParallelSizes { dp_size_local: 4, tp_size: 2 };
+//! // The formula of 0.32.0 gives two ranks one port, which the other one does not.
+//! let port = |formula: PortFormula, dp, tp| formula.listen(sizes, dp, tp);
+//! assert_eq!(port(PortFormula::Legacy, 0, 1)?, port(PortFormula::Legacy, 1, 0)?);
+//! assert_ne!(port(PortFormula::Injective, 0, 1)?, port(PortFormula::Injective, 1, 0)?);
+//! # Ok::<(), kvferry_engine::core::layout::Mismatch>(())
+//! ```
 
 use crate::core::layout::Mismatch;
 use crate::core::layout::check::refuse;

@@ -1,4 +1,18 @@
 //! Registration with a router, which is the heartbeat as well: the same frame every 3 s, one way.
+//!
+//! ```
+//! use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+//! use kvferry_engine::core::dialect::moriio::registration::{MoriioRegistration, UncheckedRegistration};
+//! use kvferry_engine::core::ids::{Mode, Role};
+//! use std::num::NonZeroU16;
+//!
+//! let zmq = ZmqAddress::parse("host:10.0.0.1,handshake:6301,notify:61005").unwrap();
+//! let (http, one) = ("10.0.0.1:8000".into(), NonZeroU16::MIN);
+//! let said = MoriioRegistration::new(Role::Prefill, http, zmq, one, one, Mode::Pull).unwrap();
+//! let heard = UncheckedRegistration::decode(&[said.encode()])?.check()?;
+//! assert_eq!(heard, said);
+//! # Ok::<(), kvferry_engine::core::dialect::DecodeError>(())
+//! ```
 
 use super::address::{ZmqAddress, with_incarnation};
 use super::msgpack::{MsgpackMap, MsgpackValue};

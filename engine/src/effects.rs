@@ -36,17 +36,11 @@ use crate::fabric::{ControlEvent, ControlPlane, DataPlane, Refused};
 
 /// Calls the data plane. A refusal goes back to the machine that gave the command; a command
 /// without refusal (`Close`, `Quiesce`, `Fence`, `Disconnect`) always is taken.
-///
-/// A refused `Deregister` has no answer: the machine deregisters only what it no longer uses.
 pub fn perform_data(plane: &mut dyn DataPlane, command: DataCommand) -> Option<DataRefusal> {
     match command {
         DataCommand::Register { region, memory } => {
             let refused = plane.register(region, memory).err();
             refused.map(|why| DataRefusal::Register { region, why })
-        }
-        DataCommand::Deregister { region } => {
-            let _unused = plane.deregister(region);
-            None
         }
         DataCommand::Connect { peer, address, fence_key } => {
             let refused = plane.connect(peer, &address, fence_key).err();

@@ -69,7 +69,6 @@ impl<E: From<ControlCommand>> Commands for Turn<'_, E> {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum DataCommand {
     Register { region: RegionId, memory: Memory },
-    Deregister { region: RegionId },
     Connect { peer: PeerId, address: Address, fence_key: u64 },
     Disconnect { peer: PeerId },
     Open { session: SessionId, local: RegionId, peer: PeerId, remote: RegionDesc },

@@ -458,9 +458,7 @@ impl PairWorld {
             DataCommand::Fence { peer } => {
                 self.event(50, role, rank, DataEvent::Fenced { peer });
             }
-            DataCommand::Connect { .. }
-            | DataCommand::Disconnect { .. }
-            | DataCommand::Deregister { .. } => {}
+            DataCommand::Connect { .. } | DataCommand::Disconnect { .. } => {}
         }
     }
 

@@ -59,7 +59,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use trace::Tracer;
 
-/// How a simulation is run; nothing of it changes what happens.
+/// How a simulation is run. None of it changes what happens; `wall` changes the numbers of
+/// incarnations, which the trace hash contains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SimOptions {
     /// Keep all inputs and effects.

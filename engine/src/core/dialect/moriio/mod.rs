@@ -9,7 +9,7 @@
 //! use kvferry_engine::core::dialect::moriio::notify::Release;
 //! use std::num::NonZeroU16;
 //!
-//! // A listener of 0.32.0 dies of a release from 3 ranks to 2, so none can be made.
+//! // Between 3 ranks and 2 the wire has no release, so none can be made.
 //! let error = Release::new("t".into(), NonZeroU16::new(3).unwrap(), 2).unwrap_err();
 //! assert_eq!(error.to_string(), "TP sizes that do not divide in release");
 //! ```

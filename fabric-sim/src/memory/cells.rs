@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Layers that the mask of a cell can tell apart.
-pub(super) const LAYERS_MAX: usize = CELL_LAYERS_MAX as usize;
+const LAYERS_MAX: usize = CELL_LAYERS_MAX as usize;
 
 /// 32 bits of stamp above 96 bits of layers: 16 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -2,6 +2,7 @@
 
 use super::BlockRef;
 use kvferry_engine::core::layout::{Geometry, HeadSlots, LayerLayout};
+use kvferry_scenarios::run::CELL_LAYERS_MAX;
 use std::fmt;
 use std::ops::Range;
 
@@ -279,9 +280,8 @@ impl MemoryShape {
 
     /// Refuses what cells cannot express.
     pub(super) fn cells_fit(&self) -> Result<(), ShapeError> {
-        if self.tensors.len() > super::cells::LAYERS_MAX {
-            let count = self.tensors.len();
-            let most = super::cells::LAYERS_MAX;
+        let (count, most) = (self.tensors.len(), CELL_LAYERS_MAX as usize);
+        if count > most {
             return Err(ShapeError(format!("{count} layers, cells can tell at most {most} apart")));
         }
         for layer in &self.layers {

@@ -192,6 +192,16 @@ fn bytes(text: &str) -> Result<u64, String> {
     number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(wrong)
 }
 
+/// Bytes as the arguments have them, see [`bytes`].
+pub(super) fn brief(bytes: u64) -> String {
+    let units = [(30, "G"), (20, "M"), (10, "K")];
+    let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
+    match whole {
+        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
+        None => bytes.to_string(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,5 +216,7 @@ mod tests {
         for wrong in ["", "0", "0K", "K", "1.5M", "-1", "64KB", "99999999999G", "1\u{e9}"] {
             assert!(bytes(wrong).is_err(), "{wrong}");
         }
+        let texts = [0, 1000, 1 << 10, 3 << 20, 64 << 30].map(brief);
+        assert_eq!(texts, ["0", "1000", "1K", "3M", "64G"]);
     }
 }

@@ -1,9 +1,9 @@
 //! One row: batches one at a time, then several in flight.
 
+use super::args::brief;
 use super::batch::{BatchRanges, BatchShape};
 use super::connection::BenchConnection;
 use super::harness::{PlaneHarness, SESSION, fatal_event};
-use super::report::brief;
 use crate::process::CommandError;
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, OpId, Refused, Submit};
 use std::fmt;

@@ -20,14 +20,14 @@ mod tests;
 pub(crate) use args::BenchArgs;
 
 use crate::process::{CliProgress, CommandError, Exit, follow_parent, print_error};
-use args::BenchPlan;
+use args::{BenchPlan, brief};
 use batch::BatchShape;
 use child::BenchChild;
 use connection::{BenchConnection, BenchHello};
 use harness::{PEER, PlaneHarness};
 use kvferry_engine::fabric::Direction;
 use measure::{BenchCase, BenchSession};
-use report::{BenchRow, brief};
+use report::BenchRow;
 use std::fmt::Display;
 use std::io::Write;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};

@@ -1,5 +1,6 @@
 //! What came out, as a table or as JSON.
 
+use super::args::brief;
 use super::measure::{BenchCase, Measurement};
 use super::published::PublishedResult;
 use crate::process::ruled;
@@ -130,16 +131,6 @@ fn digits(value: f64) -> String {
     format!("{value:.after$}")
 }
 
-/// Bytes as the arguments have them.
-pub(super) fn brief(bytes: u64) -> String {
-    let units = [(30, "G"), (20, "M"), (10, "K")];
-    let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));
-    match whole {
-        Some((shift, unit)) => format!("{}{unit}", bytes >> shift),
-        None => bytes.to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -147,7 +138,5 @@ mod tests {
     #[test]
     fn numbers_are_short() {
         assert_eq!([0.171, 26.94, 1360.09].map(digits), ["0.17", "26.9", "1360"]);
-        let sizes = [0, 1000, 1 << 10, 3 << 20, 64 << 30].map(brief);
-        assert_eq!(sizes, ["0", "1000", "1K", "3M", "64G"]);
     }
 }

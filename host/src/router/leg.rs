@@ -2,7 +2,7 @@
 
 use super::args::HttpLimits;
 use super::error::HttpError;
-use super::pool::{ConnectionPool, PooledBody};
+use super::pool::{ConnectionPool, PooledBody, chain};
 use super::sse;
 use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;
@@ -249,18 +249,6 @@ where
     let whole = timeout(idle, Limited::new(body, bytes).collect()).await;
     let whole = whole.map_err(|_| format!("the answer took longer than {idle:?}"))?;
     Ok(whole.map_err(|why| chain(&*why))?.to_bytes())
-}
-
-/// An error and what it is due to, in one line.
-pub(crate) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(why) = cause {
-        text += ": ";
-        text += &why.to_string();
-        cause = why.source();
-    }
-    text
 }
 
 /// Headers of a client that legs carry on, beside its authorization.

@@ -1,7 +1,6 @@
 //! Connections to instances. A request drives its own, without a task beside it; between requests
 //! they wait here.
 
-use super::leg::chain;
 use crate::process::lock;
 use bytes::Bytes;
 use http_body_util::Full;
@@ -194,6 +193,18 @@ impl Body for PooledBody {
     fn size_hint(&self) -> SizeHint {
         self.body.size_hint()
     }
+}
+
+/// An error and what it is due to, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(why) = cause {
+        text += ": ";
+        text += &why.to_string();
+        cause = why.source();
+    }
+    text
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! The stream of one decode leg on its way to the client.
 
-use super::leg::chain;
 use super::pool::PooledBody;
+use super::pool::chain;
 use super::sse::{self, SseDecoder};
 use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;

@@ -1,5 +1,7 @@
 //! What planes count.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 /// What a plane did so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MoriCounters {
@@ -19,4 +21,48 @@ pub struct MoriCounters {
     pub without: u64,
     /// How often queue pairs of peers have ended in this backend, which keeps them.
     pub dead_pairs: u64,
+}
+
+/// [`MoriCounters`] that others read meanwhile.
+#[derive(Debug, Default)]
+pub(crate) struct MoriAtomicCounters {
+    pub(crate) operations: MoriAtomicCounter,
+    pub(crate) bytes: MoriAtomicCounter,
+    pub(crate) failed: MoriAtomicCounter,
+    pub(crate) rebuilds: MoriAtomicCounter,
+    pub(crate) retried: MoriAtomicCounter,
+    pub(crate) resets: MoriAtomicCounter,
+    pub(crate) without: MoriAtomicCounter,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct MoriAtomicCounter(AtomicU64);
+
+impl MoriAtomicCounter {
+    pub(crate) fn add(&self, more: u64) {
+        self.0.fetch_add(more, Ordering::Relaxed);
+    }
+
+    pub(crate) fn set(&self, to: u64) {
+        self.0.store(to, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl MoriAtomicCounters {
+    pub(crate) fn get(&self, dead_pairs: u64) -> MoriCounters {
+        MoriCounters {
+            operations: self.operations.get(),
+            bytes: self.bytes.get(),
+            failed: self.failed.get(),
+            rebuilds: self.rebuilds.get(),
+            retried: self.retried.get(),
+            resets: self.resets.get(),
+            without: self.without.get(),
+            dead_pairs,
+        }
+    }
 }

@@ -4,7 +4,7 @@
 use crate::access_control::MoriAccessControl;
 use crate::address::{MoriAcceptorInfo, MoriPlaneAddress, MoriRegionDescriptor};
 use crate::completion_poller::{InFlightBatch, MoriCompletionPoller, end_of};
-use crate::counters::MoriCounters;
+use crate::counters::{MoriAtomicCounters, MoriCounters};
 use crate::event_queue::{MoriBatchOutcome, MoriEventQueue, MoriWorkerEvent};
 use crate::job::MoriBatch;
 use crate::link::{MoriOutboundLink, MoriRegionGrant};
@@ -75,8 +75,7 @@ pub(crate) struct MoriPlaneShared {
     pub(crate) board: Arc<MoriEventQueue>,
     pub(crate) address: Mutex<Address>,
     pub(crate) acceptor_port: u16,
-    /// The owner counts, but for queue pairs that are dead.
-    pub(crate) counts: Mutex<MoriCounters>,
+    pub(crate) counts: MoriAtomicCounters,
 }
 
 impl MoriPlaneShared {
@@ -88,7 +87,7 @@ impl MoriPlaneShared {
     }
 
     pub(crate) fn counters(&self) -> MoriCounters {
-        MoriCounters { dead_pairs: self.access_control.dead_pairs(), ..*lock(&self.counts) }
+        self.counts.get(self.access_control.dead_pairs())
     }
 
     pub(crate) fn address(&self) -> Address {

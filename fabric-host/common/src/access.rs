@@ -19,7 +19,7 @@ pub struct PlaneIdentity {
 ///
 /// # Errors
 /// The system gives no random bytes.
-pub fn random() -> Result<u64, String> {
+pub fn draw_incarnation() -> Result<u64, String> {
     let mut bytes = [0; 8];
     match getrandom(&mut bytes, GetRandomFlags::empty()) {
         Ok(8) => Ok(u64::from_le_bytes(bytes)),

@@ -15,11 +15,11 @@ pub trait PlaneParts {
     type Region;
     /// Of a peer.
     type Peer;
-    /// Of a session in any phase,
+    /// Of a session in any phase.
     type Session;
-    /// while it is being opened,
+    /// Of a session that is being opened.
     type Opening;
-    /// and while it is open.
+    /// Of a session that is open.
     type Open;
     /// Of an operation.
     type Operation;
@@ -180,10 +180,7 @@ pub fn next_poll(now: Nanos, deadline: Option<Instant>) -> NextPoll {
     }
 }
 
-/// Whether a call can be taken, as the trait says it.
-///
-/// # Errors
-/// The refusal to answer with.
+/// Whether calls of the trait can be taken. An error is the refusal to answer with.
 impl<T: PlaneParts> PlaneLedger<T> {
     /// Memory that begins at an address can be registered.
     pub fn check_register(

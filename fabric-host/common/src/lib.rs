@@ -7,7 +7,7 @@ mod ledger;
 mod listener;
 mod news;
 
-pub use access::{GuestList, PlaneIdentity, random};
+pub use access::{GuestList, PlaneIdentity, draw_incarnation};
 pub use ledger::{
     LedgerOperation, LedgerRegion, LedgerSession, PlaneLedger, PlaneParts, SessionPhase, invalid,
     next_poll,

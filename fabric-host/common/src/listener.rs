@@ -87,6 +87,15 @@ fn wait(sockets: &[OwnedFd], stop: &OwnedFd) -> Option<Vec<usize>> {
     (!is_ready(&sockets.len())).then(|| (0..sockets.len()).filter(is_ready).collect())
 }
 
+/// One of the connections that are served at a time.
+struct Place(Arc<AtomicU32>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
 fn begin(
     name: &str,
     (served, most): (&Arc<AtomicU32>, u32),
@@ -94,13 +103,12 @@ fn begin(
     (socket, connection): (usize, OwnedFd),
 ) {
     let is_full = served.fetch_add(1, Ordering::AcqRel) >= most;
-    let (count, by) = (served.clone(), handler.clone());
+    let (place, by) = (Place(served.clone()), handler.clone());
     let serve = move || {
+        let _until_the_end = place;
         by.serve(socket, connection);
-        count.fetch_sub(1, Ordering::AcqRel);
     };
     if is_full || spawn(name, serve).is_err() {
-        served.fetch_sub(1, Ordering::AcqRel);
         handler.turned_away();
     }
 }
@@ -119,4 +127,34 @@ pub fn set_keepalive(socket: &TcpStream, dead_ms: u32) -> io::Result<()> {
     sockopt::set_tcp_keepcnt(socket, 3)?;
     sockopt::set_tcp_user_timeout(socket, dead_ms)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::sync::mpsc::{Sender, channel};
+
+    struct Panics(Sender<()>);
+
+    impl ConnectionHandler for Panics {
+        fn serve(&self, _: usize, _: OwnedFd) {
+            let _heard = self.0.send(());
+            panic!("on purpose");
+        }
+    }
+
+    #[test]
+    fn who_panics_gives_its_place_back() {
+        let socket = TcpListener::bind("127.0.0.1:0").expect("a socket");
+        socket.set_nonblocking(true).expect("it does not block");
+        let at = socket.local_addr().expect("its address");
+        let (tell, served) = channel();
+        let names = ["listens", "panics"];
+        let listener = ConnectionListener::start(names, vec![socket.into()], 1, Panics(tell))
+            .expect("a listener");
+        let _peer = TcpStream::connect(at).expect("a connection");
+        served.recv().expect("it is served");
+        listener.drain();
+    }
 }

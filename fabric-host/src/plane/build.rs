@@ -9,7 +9,7 @@ use crate::link::{HostListeners, listen};
 use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
 use crate::worker::HostWorker;
-use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, random, spawn};
+use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, draw_incarnation, spawn};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -72,7 +72,7 @@ impl HostPlane {
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
         let host = advertised(&config)?;
-        let incarnation = random().map_err(HostError::System)?;
+        let incarnation = draw_incarnation().map_err(HostError::System)?;
         let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };
         let uname = rustix::system::uname();
         let mut location = HostPlaneAddress {

@@ -5,6 +5,7 @@ use super::recovery::MoriRecovery;
 use crate::MoriConfig;
 use crate::access_control::MoriAccessControl;
 use crate::completion_poller::MoriCompletionPoller;
+use crate::counters::MoriAtomicCounters;
 use crate::engine_thread::{MoriEngineCommand, MoriEngineThread, MoriPlaneShared};
 use crate::event_queue::MoriEventQueue;
 use crate::link::listen;
@@ -13,7 +14,7 @@ use crate::preflight;
 use crate::process::install_last_error;
 use crate::session_opener::MoriSessionOpener;
 use kvferry_engine::fabric::Address;
-use kvferry_fabric_common::{PlaneLedger, random, spawn};
+use kvferry_fabric_common::{PlaneLedger, draw_incarnation, spawn};
 use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -79,7 +80,7 @@ impl MoriPlane {
         let ms = |ms: u32| Duration::from_millis(ms.into());
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
         let board = Arc::new(MoriEventQueue::default());
-        let incarnation = random().map_err(MoriError::System)?;
+        let incarnation = draw_incarnation().map_err(MoriError::System)?;
         let gate = Arc::new(MoriAccessControl::new(incarnation, &config, board.clone()));
         let (door, acceptor_port) = listen(host, config.door_port, gate.clone(), config.dead_ms)
             .map_err(MoriError::Listen)?;
@@ -92,7 +93,7 @@ impl MoriPlane {
             watch: MoriCompletionPoller::default(),
             board: board.clone(),
             address: Mutex::new(Address(Arc::default())),
-            counts: Mutex::default(),
+            counts: MoriAtomicCounters::default(),
         });
         let opener = Arc::new(MoriSessionOpener::default());
         let desk = MoriEngineThread::new(common.clone(), opener.clone());

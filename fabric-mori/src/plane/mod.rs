@@ -15,11 +15,11 @@ use crate::event_queue::MoriWorkerEvent;
 use crate::link::{MoriGrantResult, MoriOutboundLink};
 use crate::{DeviceEvents, MoriBackend, MoriConfig};
 use kvferry_engine::fabric::{PeerId, SessionId};
-use kvferry_fabric_common::{ConnectionListener, LedgerSession, PlaneLedger, PlaneParts, lock};
+use kvferry_fabric_common::{ConnectionListener, LedgerSession, PlaneLedger, PlaneParts};
 use recovery::MoriRecovery;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -156,10 +156,6 @@ impl MoriPlane {
     /// What tells when kernels are done, for memory of a GPU: nothing here waits for them.
     pub fn device_events(&self) -> DeviceEvents {
         DeviceEvents::of(&self.common.shim)
-    }
-
-    fn counts(&self) -> MutexGuard<'_, MoriCounters> {
-        lock(&self.common.counts)
     }
 
     fn tell(&self, order: MoriEngineCommand) {

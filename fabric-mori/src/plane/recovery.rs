@@ -6,7 +6,7 @@ use super::{MoriParts, MoriPlane, MoriSession, Reopening};
 use crate::MoriBackend;
 use crate::engine_thread::MoriEngineCommand;
 use kvferry_engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
-use kvferry_fabric_common::{LedgerSession, random};
+use kvferry_fabric_common::{LedgerSession, draw_incarnation};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -113,14 +113,14 @@ impl MoriPlane {
         self.resetting |= self.broken.is_some()
             || self.fences_by_rebuild()
             || self.common.access_control.is_anyone_inside();
-        let incarnation = match self.resetting.then(random).transpose() {
+        let incarnation = match self.resetting.then(draw_incarnation).transpose() {
             Ok(incarnation) => incarnation,
             Err(why) => return self.broken(&why, false),
         };
         let kept =
             |session: &LedgerSession<_>| MoriSession::goes_on(session) && !session.own.tainted;
         let keep: BTreeSet<SessionId> = self.ledger.sessions_where(kept).into_iter().collect();
-        self.counts().rebuilds += 1;
+        self.common.counts.rebuilds.add(1);
         let (sessions, is_reset) = (keep.len(), self.resetting);
         tracing::debug!(key = %self.common.config.key, sessions, is_reset, "MoRI's backend is replaced");
         self.tell(MoriEngineCommand::Rebuild { keep: keep.clone(), incarnation });
@@ -141,7 +141,7 @@ impl MoriPlane {
         let MoriRecovery::Rebuilding(keep, fenced) = std::mem::take(&mut self.recovery) else {
             return;
         };
-        self.counts().retried += again.len() as u64;
+        self.common.counts.retried.add(again.len() as u64);
         let gone = self.ledger.operations.iter().filter(|(_, o)| !keep.contains(&o.session));
         let gone: Vec<OpId> = gone.map(|(op, _)| *op).collect();
         for op in gone {
@@ -284,11 +284,11 @@ impl MoriPlane {
         self.fenced(fences);
         (self.recovery, self.resetting) = (MoriRecovery::Idle, false);
         if self.broken.take().is_some() {
-            self.counts().without = 0;
+            self.common.counts.without.set(0);
             tracing::warn!(key = %self.common.config.key, "MoRI is started again");
         }
         self.pause = PAUSE;
-        self.counts().resets += 1;
+        self.common.counts.resets.add(1);
         self.ledger.events.push_back(DataEvent::Reset { address: self.common.address() });
     }
 
@@ -296,7 +296,7 @@ impl MoriPlane {
     pub(super) fn broken(&mut self, why: &str, quiet: bool) {
         let why: std::sync::Arc<str> = format!("MoRI could not be started again: {why}").into();
         if self.broken.is_none() {
-            self.counts().without = 1;
+            self.common.counts.without.set(1);
             tracing::error!(key = %self.common.config.key, %why, "no backend; it is tried again");
         }
         let at = Instant::now() + self.pause;

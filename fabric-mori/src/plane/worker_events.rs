@@ -106,10 +106,8 @@ impl MoriPlane {
                 self.fail(op, &FabricError::PeerGone);
             }
             MoriBatchOutcome::Done => {
-                let mut counts = self.counts();
-                counts.operations += 1;
-                counts.bytes += bytes;
-                drop(counts);
+                self.common.counts.operations.add(1);
+                self.common.counts.bytes.add(bytes);
                 self.ledger.complete(op, Completion::Done);
             }
             MoriBatchOutcome::Failed(cause) => {
@@ -138,7 +136,7 @@ impl MoriPlane {
 
     pub(super) fn fail(&mut self, op: OpId, cause: &FabricError) {
         let is_first = self.ledger.fail(op, cause.clone());
-        self.counts().failed += u64::from(is_first);
+        self.common.counts.failed.add(u64::from(is_first));
     }
 
     pub(super) fn fail_all(&mut self, id: SessionId, cause: &FabricError) {

@@ -58,7 +58,8 @@ pub(crate) struct RunOutcome {
     pub(crate) ttft: Option<LatencyPercentiles>,
     /// Start to end of a KV transfer, in seconds.
     pub(crate) transfer: Option<LatencyPercentiles>,
-    /// Payload bytes that landed.
+    /// Payload bytes: those that simulated ports were given to send, or those that the operations
+    /// of processes moved.
     pub(crate) bytes_moved: u64,
     /// What the busiest link carried of what it could have carried, from 0 to 1.
     pub(crate) link_utilisation: f64,

@@ -11,7 +11,6 @@ use std::convert::Infallible;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DurationRange {
     pub min: Nanos,
-    /// Longest.
     pub max: Nanos,
 }
 

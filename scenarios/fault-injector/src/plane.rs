@@ -101,14 +101,19 @@ impl FaultyDataPlane {
             self.silent.insert(op);
         }
         if !self.moves_late(session) {
-            let plane = &mut self.plane;
-            self.tickets.retain(|(of, ticket)| {
-                if *of == session {
-                    plane.quiesce(session, *ticket);
-                }
-                *of != session
-            });
+            self.ask_for_quiet(session);
         }
+    }
+
+    /// Passes on the tickets of a session of which nothing moves late any more.
+    fn ask_for_quiet(&mut self, session: SessionId) {
+        let plane = &mut self.plane;
+        self.tickets.retain(|(of, ticket)| {
+            if *of == session {
+                plane.quiesce(session, *ticket);
+            }
+            *of != session
+        });
     }
 
     fn filter_event(&mut self, event: DataEvent, out: &mut Vec<DataEvent>) {
@@ -169,13 +174,7 @@ impl DataPlane for FaultyDataPlane {
             .retain(|_, due| !matches!(due, DelayedAction::Move(late) if late.session == session));
         self.broken.remove(&session);
         self.plane.close(session);
-        for (of, ticket) in std::mem::take(&mut self.tickets) {
-            if of == session {
-                self.plane.quiesce(session, ticket);
-            } else {
-                self.tickets.push((of, ticket));
-            }
-        }
+        self.ask_for_quiet(session);
     }
 
     fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused> {

@@ -10,8 +10,7 @@ use crate::run::{
 };
 use crate::value::Femtoseconds;
 use kvferry_engine::core::Nanos;
-use kvferry_faults::named_values;
-use kvferry_faults::settings;
+use kvferry_faults::{named_values, settings};
 
 named_values! {
     LoadFailurePolicy: "recompute" = LoadFailurePolicy::Recompute, "fail" = LoadFailurePolicy::Fail;

@@ -105,34 +105,34 @@ pub fn bracketed(host: &str) -> Cow<'_, str> {
 pub enum Memory {
     /// Memory of this process.
     Own {
-        /// First byte.
+        /// Address of the first byte.
         base: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
     },
     /// A sealed memory file that both sides can map.
     MemFd {
         /// File descriptor in this process.
         fd: i32,
-        /// Length.
+        /// Length in bytes.
         len: u64,
     },
     /// Memory of another process on this host (cross-memory attach).
     OtherProcess {
-        /// Owner.
+        /// Its owner, as this process sees its number.
         pid: u32,
         /// First byte in the owner's address space.
         base: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
     },
     /// GPU memory.
     Device {
-        /// Device pointer.
+        /// Device pointer of HIP.
         base: u64,
-        /// Length.
+        /// Length in bytes.
         len: u64,
-        /// Device ordinal.
+        /// Ordinal of the device in HIP.
         device: u32,
     },
 }
@@ -158,11 +158,11 @@ impl Memory {
 /// keeps count is never refused but by a fault.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Credits {
-    /// Operations in flight.
+    /// Operations that have not completed.
     pub operations: u32,
-    /// Their ranges.
+    /// Byte ranges of these operations.
     pub ranges: u64,
-    /// Their bytes.
+    /// Bytes of these operations.
     pub bytes: u64,
 }
 
@@ -255,7 +255,7 @@ pub enum Placement {
 /// What [`DataPlane::fence`] has to revoke to keep a peer out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FenceScope {
-    /// Just the peer.
+    /// The peer alone; others notice nothing.
     Peer,
     /// The regions the peer has descriptors of; other peers must learn new ones.
     Region,
@@ -278,9 +278,9 @@ pub enum Direction {
 pub struct Submit<'a> {
     /// Chosen by the caller, never used before on this plane.
     pub op: OpId,
-    /// Where to.
+    /// Names the two regions.
     pub session: SessionId,
-    /// Which way.
+    /// Which of them is written.
     pub direction: Direction,
     /// Offsets into the local region.
     pub local: &'a [u64],
@@ -365,7 +365,7 @@ pub enum Landed {
     None,
     /// Some may have arrived, and more may until `Quiet`.
     Unknown,
-    /// All arrived.
+    /// Every byte arrived: only the report of it failed.
     All,
 }
 
@@ -374,9 +374,9 @@ pub enum Landed {
 pub enum Completion {
     /// All bytes are in the target's memory (see [`Placement`] for their visibility).
     Done,
-    /// It failed.
+    /// The bytes are not to be used.
     Failed {
-        /// Why.
+        /// What the plane says of it.
         cause: FabricError,
         /// What may have moved all the same.
         landed: Landed,
@@ -389,41 +389,41 @@ pub enum Completion {
 pub enum DataEvent {
     /// Answer to [`DataPlane::register`].
     Registered {
-        /// The region.
+        /// As the caller named it.
         region: RegionId,
         /// Its descriptor for peers.
         result: Result<RegionDesc, FabricError>,
     },
     /// Answer to [`DataPlane::open`].
     Opened {
-        /// The session.
+        /// As the caller named it.
         session: SessionId,
         /// Whether it can be used.
         result: Result<(), FabricError>,
     },
     /// Answer to an accepted [`DataPlane::submit`]; exactly one each.
     Completed {
-        /// The operation.
+        /// As the caller named it.
         op: OpId,
-        /// How it ended.
+        /// Success, or why not.
         outcome: Completion,
     },
     /// No byte of any operation that the session accepted before the ticket can land any more,
     /// and what landed is visible.
     Quiet {
-        /// The session.
+        /// As the caller named it.
         session: SessionId,
         /// The ticket of the quiesce call.
         ticket: QuiesceTicket,
     },
     /// No byte from this peer lands any more.
     Fenced {
-        /// The peer.
+        /// Who was fenced.
         peer: PeerId,
     },
     /// The peer is gone; its operations fail one by one.
     PeerDown {
-        /// The peer.
+        /// Who does not answer any more.
         peer: PeerId,
     },
     /// The backend was rebuilt: every id and descriptor is void, nothing of the old backend lands
@@ -544,7 +544,7 @@ pub enum LinkKind {
 pub enum ControlEvent {
     /// A link can be used; for a link of the other side this is its first event.
     LinkUp {
-        /// The link.
+        /// Its name in calls and events, chosen by who opened it.
         link: LinkId,
         /// What it is for.
         channel: LinkKind,
@@ -555,12 +555,12 @@ pub enum ControlEvent {
     Frame {
         /// The link it came by.
         link: LinkId,
-        /// Its parts.
+        /// Parts of a multipart message, in order.
         parts: Vec<Vec<u8>>,
     },
     /// The link is gone; what was queued on it may or may not have arrived.
     LinkDown {
-        /// The link.
+        /// Whose name is void from now on.
         link: LinkId,
     },
 }

@@ -12,7 +12,7 @@ pub enum DataPath {
     SharedMemory,
     /// The kernel copies between the address spaces of two processes of one host.
     CrossMemory,
-    /// A TCP connection.
+    /// A connection that carries the bytes; the only path between hosts.
     Tcp,
 }
 

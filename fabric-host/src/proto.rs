@@ -200,7 +200,6 @@ pub(crate) enum HostRecord {
     Write(HostOperationPart),
     /// Slices of a read follow; by TCP only.
     Read(HostOperationPart),
-    /// An operation ended.
     Done {
         op: u64,
         status: HostCopyStatus,

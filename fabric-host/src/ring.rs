@@ -31,7 +31,6 @@ pub(crate) const fn words_for(capacity: usize) -> usize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RingCorrupt;
 
-/// The writing end.
 #[derive(Debug)]
 pub(crate) struct Producer<W> {
     words: W,
@@ -40,7 +39,6 @@ pub(crate) struct Producer<W> {
     head: u64,
 }
 
-/// The reading end.
 #[derive(Debug)]
 pub(crate) struct Consumer<W> {
     words: W,

@@ -420,7 +420,7 @@ impl WorkerContext {
 /// Operations and bytes of one path.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PathCount {
-    /// Those that succeeded.
+    /// Those that ended well.
     pub operations: u64,
     /// Bytes that they moved.
     pub bytes: u64,

@@ -23,7 +23,6 @@ const FDS_MAX: u64 = 4;
 /// The number of the doorbell among watched descriptors.
 const BELL: u64 = u64::MAX;
 
-/// The thread itself.
 pub(crate) struct HostWorker {
     number: usize,
     handle: Arc<WorkerHandle>,

@@ -21,7 +21,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A peer's line.
 #[derive(Debug)]
 struct MoriInboundLink {
     who: PlaneIdentity,

@@ -295,7 +295,6 @@ impl Drop for MoriSessionHandle {
 pub(crate) enum MoriStatusCode {
     Success,
     InProgress,
-    /// Verbs failed.
     Rdma,
     /// Anything else that went wrong, as MoRI numbers it.
     Other(u32),

@@ -105,7 +105,8 @@ fn gpu(dev: &Path) -> Finding {
     }
 }
 
-fn names(folder: &Path) -> Vec<String> {
+/// Names of what is in a folder, sorted; none if it cannot be read.
+pub fn names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<_> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();

@@ -40,7 +40,6 @@ impl KeyedRng {
 /// An inclusive range of whole numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InclusiveRange {
-    /// Smallest.
     pub least: u64,
     pub most: u64,
 }

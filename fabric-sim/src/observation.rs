@@ -106,7 +106,6 @@ pub struct ObservedLanding<'a> {
     pub source: SimRankId,
     /// Blocks that were read; neighbours may repeat.
     pub read: &'a [BlockRef],
-    /// Whose memory changed.
     pub target: SimRankId,
     /// Blocks that changed; neighbours may repeat.
     pub written: &'a [BlockRef],
@@ -205,20 +204,13 @@ pub enum Observation<'a> {
     /// Blocks went back to the pool and may be handed out again.
     Freed {
         who: SimProcessId,
-        /// The last owner.
         request: &'a RequestId,
         /// Block ids per group.
         blocks: &'a [Vec<u32>],
     },
     /// A request begins to use KV that it did not compute, and one rank's memory was compared with
     /// what the KV must be.
-    Used {
-        at: SimRankId,
-        request: &'a RequestId,
-        tokens: u32,
-        /// The first difference.
-        wrong: Option<&'a ContentMismatch>,
-    },
+    Used { at: SimRankId, request: &'a RequestId, tokens: u32, wrong: Option<&'a ContentMismatch> },
     /// The serving engine got an answer that it does not wait for.
     EngineFault { who: SimProcessId, text: &'a str },
     /// An engine finished a step.
@@ -233,12 +225,7 @@ pub enum Observation<'a> {
     /// An operation was reported to its transfer actor as complete.
     Completed { from: SimRankId, op: OpId, outcome: &'a Completion },
     /// A transfer actor asked for a barrier.
-    Quiesced {
-        from: SimRankId,
-        session: SessionId,
-        /// Names the answer.
-        ticket: QuiesceTicket,
-    },
+    Quiesced { from: SimRankId, session: SessionId, ticket: QuiesceTicket },
     /// A transfer actor was told that a session is quiet.
     Quiet {
         from: SimRankId,

@@ -35,7 +35,6 @@ pub struct StepContext<'a, E, O> {
     pub now: Nanos,
     /// Where its own events wait.
     pub queue: &'a mut dyn Schedule<E>,
-    /// What it did.
     pub out: &'a mut Vec<O>,
 }
 
@@ -104,7 +103,6 @@ impl<E> EventQueue<E> {
         Nanos(self.now)
     }
 
-    /// Entries waiting.
     pub fn len(&self) -> usize {
         self.entries.len()
     }

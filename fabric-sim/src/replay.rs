@@ -33,11 +33,7 @@ pub struct ReplaySummary {
 #[non_exhaustive]
 pub enum ReplayError {
     /// The recording cannot be read.
-    Damaged {
-        /// Records read before.
-        records: u64,
-        why: String,
-    },
+    Damaged { records: u64, why: String },
     /// An input of a machine that was not started.
     NotStarted { seq: u64, actor: MachineId },
     /// A machine did something else than recorded.

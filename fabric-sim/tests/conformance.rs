@@ -18,7 +18,6 @@ use kvferry_sim::queue::{EventQueue, StepContext};
 
 const MEMORY: u64 = 1 << 14;
 
-/// Every frame arrives.
 struct NoFrameFaults;
 
 impl NetHooks for NoFrameFaults {}

@@ -15,7 +15,6 @@ use kvferry_sim::queue::{EventQueue, StepContext};
 use proptest::prelude::*;
 use std::sync::Arc;
 
-/// Everything works.
 struct NoOpFaults;
 
 impl DmaHooks for NoOpFaults {}

@@ -34,7 +34,6 @@ pub(crate) struct CompatSessionState {
     pub(crate) answer: Option<Result<(), FabricError>>,
     /// Why it cannot be used any more.
     pub(crate) dead: Option<String>,
-    /// Transfers under way.
     pub(crate) busy: u32,
     /// Nobody can post on it any more: it is closed when it is not busy.
     pub(crate) orphan: bool,

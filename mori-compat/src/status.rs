@@ -9,7 +9,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub enum CompatStatusCode {
     /// All bytes are in place.
     Success = 0,
-    /// Under way.
     InProgress = 2,
     /// The call was wrong; nothing was posted.
     InvalidArgs = 11,

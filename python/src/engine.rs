@@ -46,7 +46,6 @@ impl PyEngine {
         py.detach(|| self.engine.register_memory(base, len)).map(PyMemoryDesc).map_err(raise)
     }
 
-    /// Names a peer.
     fn register_remote_engine(&self, py: Python<'_>, desc: &PyEngineDesc) -> PyResult<()> {
         py.detach(|| self.engine.register_remote_engine(&desc.0)).map_err(raise)
     }

@@ -25,7 +25,6 @@ pub use kvferry_faults::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// One literal experiment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
     /// Name of the scenario: its path as given.
@@ -37,7 +36,6 @@ pub struct Run {
     pub model: ModelGeometry,
     /// Engine cores, prefill before decode, in file order; one per DP rank.
     pub instances: Vec<InstanceSettings>,
-    /// Links between them.
     pub network: NetworkSettings,
     pub router: RouterSettings,
     /// The stand-in serving engines.
@@ -112,7 +110,6 @@ pub struct ModelGroup {
     pub layers: Vec<u16>,
 }
 
-/// One engine core.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InstanceSettings {
     /// Unique name; with `dp_size` > 1 the host's name, a dot and the DP rank.

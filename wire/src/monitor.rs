@@ -9,7 +9,6 @@ pub(crate) enum ZmqMonitorEvent {
     Accepted(i32),
     /// Both sides said what they are.
     Ready,
-    /// It is gone.
     Lost(i32),
     /// It never came to be.
     Failed,

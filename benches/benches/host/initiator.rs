@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 /// How bytes are moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CopyMethod {
-    /// Within this process.
     Memcpy,
     /// In the child, which maps this side's pool, is told by a pipe and answers by one: what a push
     /// is.

@@ -25,7 +25,7 @@ pub type InputQueue<M> = VecDeque<<M as Machine>::Input>;
 
 /// A machine's place in the world: its planes, and where its other effects go.
 pub trait PlaneAdapter: Unpin + 'static {
-    /// The machine.
+    /// What is driven: an engine core, a transfer core, a router or a whole instance.
     type Machine: Machine + Unpin + 'static;
 
     /// False if whoever hands in the inputs hands in the ticks as well.
@@ -87,7 +87,8 @@ impl<M: 'static, R: 'static> Message for Query<M, R> {
 #[rtype(result = "()")]
 struct Wakeup;
 
-/// Drives one machine.
+/// The actor around one machine: hands it inputs and the time, performs its effects, polls its
+/// planes.
 pub struct Driver<S: PlaneAdapter> {
     adapter: S,
     machine: S::Machine,

@@ -48,7 +48,7 @@ pub trait EffectHandler: Unpin + 'static {
 
 /// The adapter of an [`Instance`].
 pub struct InstanceAdapter<F, O> {
-    /// Its planes.
+    /// The control plane and a data plane for each rank.
     pub fabric: F,
     /// Where its other effects go.
     pub outlet: O,

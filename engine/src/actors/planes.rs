@@ -96,7 +96,7 @@ pub struct LocalPlanes {
 }
 
 impl LocalPlanes {
-    /// No planes.
+    /// A set to which planes are added.
     pub fn new() -> LocalPlanes {
         LocalPlanes::default()
     }

@@ -23,9 +23,9 @@ const BUSY_ROUNDS: u64 = 1000;
 
 /// Plane 1 of a [`DataPlanePair`].
 pub enum SecondPlane {
-    /// In this process.
+    /// In the process of the test.
     Here(Box<dyn PlaneUnderTest>),
-    /// In one of its own.
+    /// In a process of its own.
     There(RemotePlane),
 }
 

@@ -22,7 +22,7 @@ const CHILD: &str = "KVFERRY_CONFORMANCE_CHILD";
 
 /// A plane and its memory, in the process that has them.
 pub trait PlaneUnderTest {
-    /// The plane.
+    /// What calls go to and events are polled of, the same each time.
     fn plane(&mut self) -> &mut dyn DataPlane;
 
     /// The memory, the same each time; not registered yet.

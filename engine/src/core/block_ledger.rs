@@ -28,7 +28,6 @@ pub struct BlockOwner(pub u64);
 pub struct BlockConflict {
     pub block: u32,
     pub group: usize,
-    /// Who has it.
     pub owner: BlockOwner,
 }
 

@@ -25,7 +25,6 @@ use serde::{Deserialize, Serialize};
 /// refused `Send` or `Reply` is a lost frame.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ControlCommand {
-    /// Start connecting.
     Dial {
         /// Chosen by the machine.
         link: LinkId,

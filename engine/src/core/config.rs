@@ -32,7 +32,6 @@ pub struct CoreConfig {
     pub incarnation: Incarnation,
     pub role: Role,
     pub mode: Mode,
-    /// Its KV cache.
     pub geometry: Arc<Geometry>,
     /// Where legs are sent.
     pub http: Endpoint,
@@ -84,7 +83,6 @@ impl CoreConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct CoreSettings {
-    /// Time between registrations.
     pub heartbeat: Nanos,
     /// Length of a source lease: how long a finished prefill waits for its receivers, and how long
     /// a reader may read without renewing.

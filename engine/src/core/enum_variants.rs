@@ -39,7 +39,6 @@ fn variants<'de, T: Deserialize<'de>>() -> &'static [&'static str] {
     }
 }
 
-/// Deserializes nothing.
 struct VariantProbe;
 
 /// What came in place of a value.

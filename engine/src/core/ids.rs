@@ -151,7 +151,6 @@ impl ConnectionId {
 pub enum Role {
     /// Computes the KV of prompts.
     Prefill,
-    /// Generates tokens.
     Decode,
 }
 

@@ -71,7 +71,6 @@ impl<E> From<Vec<E>> for Outbox<E> {
 }
 
 impl<E> Outbox<E> {
-    /// An empty outbox.
     pub fn new() -> Self {
         Self::default()
     }

@@ -161,7 +161,6 @@ pub struct Hello {
     pub role: Role,
     /// Bit set of optional abilities, see [`super::channel::capability`].
     pub capabilities: u32,
-    /// Its KV cache.
     pub geometry: Geometry,
     /// Hash of `geometry`; a difference between the two is a damaged hello.
     pub fingerprint: u64,
@@ -363,7 +362,6 @@ pub enum TransferJob {
     Peer {
         /// The peer, as the core numbers it; a connection is not reused within an incarnation.
         peer: ConnectionId,
-        /// Its KV cache.
         geometry: Arc<Geometry>,
         ranks: Arc<Vec<RankLayout>>,
         /// Agreed at the hello, see [`crate::fabric::DataPlane::connect`].

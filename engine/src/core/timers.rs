@@ -55,7 +55,6 @@ impl<K: Ord + Clone> Timers<K> {
         Some(key)
     }
 
-    /// The earliest deadline.
     pub(super) fn next(&self) -> Option<Nanos> {
         self.queue.first_key_value().map(|((at, _), _)| *at)
     }

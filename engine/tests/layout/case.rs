@@ -161,7 +161,6 @@ pub(crate) struct CaseRequest {
 pub(crate) struct Case {
     pub(crate) source: CaseSide,
     pub(crate) receiver: CaseSide,
-    /// Per group.
     pub(crate) requests: Vec<CaseRequest>,
 }
 

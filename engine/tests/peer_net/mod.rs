@@ -302,7 +302,6 @@ impl TestNet {
         self.paused[core] = self.now + span;
     }
 
-    /// Lets time pass.
     pub(crate) fn run(&mut self, span: Nanos) {
         let end = self.now + span;
         while let Some(entry) = self.queue.first_entry().filter(|entry| entry.key().0 <= end) {

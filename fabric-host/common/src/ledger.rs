@@ -11,9 +11,9 @@ use std::time::Instant;
 
 /// What a plane keeps of each thing beside what the ledger does.
 pub trait PlaneParts {
-    /// Of a region.
+    /// Of registered memory, e.g. its mapping.
     type Region;
-    /// Of a peer.
+    /// Of a peer, e.g. its address.
     type Peer;
     /// Of a session in any phase.
     type Session;
@@ -21,7 +21,7 @@ pub trait PlaneParts {
     type Opening;
     /// Of a session that is open.
     type Open;
-    /// Of an operation.
+    /// Of an operation in flight, e.g. where it was posted.
     type Operation;
 }
 
@@ -30,7 +30,7 @@ pub trait PlaneParts {
 pub struct LedgerRegion<T> {
     /// Length in bytes.
     pub len: u64,
-    /// The plane's own.
+    /// See [`PlaneParts::Region`].
     pub own: T,
     operations: u32,
 }
@@ -82,7 +82,7 @@ impl<A, B> SessionPhase<A, B> {
 pub struct LedgerSession<T: PlaneParts> {
     /// The region of this side.
     pub local: RegionId,
-    /// With whom.
+    /// The owner of the remote region.
     pub peer: PeerId,
     /// Lengths of both regions in bytes, the local one first.
     pub lens: [u64; 2],
@@ -92,7 +92,7 @@ pub struct LedgerSession<T: PlaneParts> {
     pub deadline: Instant,
     /// Operations that are not over, in the order of their submission.
     pub operations: BTreeMap<u64, OpId>,
-    /// The plane's own.
+    /// See [`PlaneParts::Session`].
     pub own: T::Session,
     /// Each with the operation that is the first after it.
     tickets: VecDeque<(QuiesceTicket, u64)>,
@@ -122,9 +122,9 @@ impl<T: PlaneParts> LedgerSession<T> {
 /// An operation that is not over.
 #[derive(Debug)]
 pub struct LedgerOperation<T> {
-    /// Its session.
+    /// Which it was submitted to.
     pub session: SessionId,
-    /// The plane's own.
+    /// See [`PlaneParts::Operation`].
     pub own: T,
     region: RegionId,
     order: u64,
@@ -132,13 +132,13 @@ pub struct LedgerOperation<T> {
     told: bool,
 }
 
-/// All of it.
+/// Everything that a data plane keeps for its owner, by the names that the owner gave.
 pub struct PlaneLedger<T: PlaneParts> {
     /// Memory that is registered.
     pub regions: BTreeMap<RegionId, LedgerRegion<T::Region>>,
     /// Peers that the owner named.
     pub peers: BTreeMap<PeerId, T::Peer>,
-    /// Sessions.
+    /// Sessions from `open` until they are closed and quiet.
     pub sessions: BTreeMap<SessionId, LedgerSession<T>>,
     /// Operations that are not over.
     pub operations: BTreeMap<OpId, LedgerOperation<T::Operation>>,

@@ -26,7 +26,7 @@ impl<E> NewsQueue<E> {
         self.wake();
     }
 
-    /// Wakes the owner.
+    /// Has the owner poll.
     pub fn wake(&self) {
         let waker = lock(&self.0).1.clone();
         if let Some(waker) = waker {
@@ -40,7 +40,7 @@ impl<E> NewsQueue<E> {
         std::mem::swap(into, &mut lock(&self.0).0);
     }
 
-    /// Whom to wake.
+    /// From now on `waker` is woken, and no other.
     pub fn set_waker(&self, waker: Waker) {
         lock(&self.0).1 = Some(waker);
     }

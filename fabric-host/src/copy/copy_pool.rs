@@ -219,7 +219,6 @@ impl CopyPool {
         }
     }
 
-    /// Sends everybody home.
     pub(crate) fn end(&self) {
         lock(&self.queue).is_over = true;
         self.bell.notify_all();

@@ -67,7 +67,6 @@ pub(crate) fn listen(
         .map_err(|why| why.to_string())
 }
 
-/// Greets who connects.
 struct HostGreeter(Arc<HostPlaneShared>);
 
 impl ConnectionHandler for HostGreeter {

@@ -17,7 +17,6 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// The initiating side.
 #[derive(Debug)]
 pub(super) struct LocalInitiator {
     ends: LocalLinkHandles,

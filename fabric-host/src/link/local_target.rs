@@ -33,7 +33,6 @@ struct PartCopy {
     bytes: u64,
 }
 
-/// The serving side.
 #[derive(Debug)]
 pub(super) struct LocalTarget {
     ends: LocalLinkHandles,

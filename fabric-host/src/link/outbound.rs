@@ -128,7 +128,6 @@ struct HostCompletionRing {
     ring: Consumer<ShmRing>,
     record: Vec<u64>,
     heard_by: DoorbellTarget,
-    /// The owner looks.
     attended: bool,
 }
 

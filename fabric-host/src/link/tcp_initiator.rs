@@ -31,7 +31,6 @@ struct PendingRead {
     slices: Vec<CopySlice>,
 }
 
-/// The initiating side.
 #[derive(Debug)]
 pub(super) struct TcpInitiator {
     stream: RecordStream,

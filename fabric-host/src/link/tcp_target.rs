@@ -18,7 +18,6 @@ use std::sync::Arc;
 /// Records taken in one step.
 const BURST: usize = 64;
 
-/// The serving side.
 #[derive(Debug)]
 pub(super) struct TcpTarget {
     stream: RecordStream,

@@ -12,8 +12,8 @@ use std::os::fd::{AsRawFd, OwnedFd};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HugePages {
-    /// Ordinary pages.
     #[default]
+    /// Pages of the usual size.
     No,
     /// Reserved ones if there are, else what the kernel makes of the advice.
     Try,

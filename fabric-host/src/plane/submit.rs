@@ -54,7 +54,6 @@ impl InlineCopier {
         InlineCopier { copied: 0, chunk: Vec::new(), scratch: CopyBuffers::new(crew) }
     }
 
-    /// The owner polls.
     pub(super) fn rest(&mut self) {
         self.copied = 0;
         self.scratch.rest();

@@ -134,7 +134,6 @@ pub struct Rdma {
     pub qp_per_transfer: i32,
     /// Work requests that are posted at once.
     pub post_batch_size: i32,
-    /// Threads that post.
     pub num_workers: i32,
     /// 0 polls completions, 1 waits for events.
     pub poll_events: i32,

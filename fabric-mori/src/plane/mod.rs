@@ -96,7 +96,6 @@ pub struct MoriPlane {
     threads: Vec<JoinHandle<()>>,
     ledger: PlaneLedger<MoriParts>,
     news: Vec<MoriWorkerEvent>,
-    /// Lines so far.
     lines: u64,
     recovery: MoriRecovery,
     /// Peers know descriptors that are void: a reset is due.

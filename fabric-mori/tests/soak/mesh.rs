@@ -27,7 +27,6 @@ const SLOW: Duration = Duration::from_secs(1);
 /// Between two tries to connect or to open.
 const PAUSE: Duration = Duration::from_millis(30);
 
-/// Initiator and target.
 type SoakPair = (usize, usize);
 
 /// Bytes of the target that one operation writes at a time.

@@ -263,7 +263,6 @@ pub enum DmaEvent {
     /// An operation starts to move.
     Start(OpSlot),
     Land(OpSlot),
-    /// An operation completes.
     Report(OpSlot),
     /// A stalled operation gives up.
     Timeout(OpSlot),
@@ -341,7 +340,6 @@ pub struct DmaLanding {
     pub source: DataPlaneIx,
     /// Segment and offset in the source's store that the slices are relative to.
     pub source_at: (u32, u64),
-    /// Whose memory changed.
     pub target: DataPlaneIx,
     /// Segment and offset in the target's store that the slices are relative to.
     pub target_at: (u32, u64),

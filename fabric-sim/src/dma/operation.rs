@@ -29,7 +29,6 @@ pub(super) struct DmaOp {
     pub(super) from: CopySide,
     pub(super) to: CopySide,
     pub(super) slices: Vec<OpSlice>,
-    /// Slices landed.
     next: u32,
     /// Slices that land before `turn_over`.
     stop: u32,

@@ -14,7 +14,6 @@ pub(super) struct FaultWindow {
     undo: Vec<FaultUndo>,
     /// It is never ended.
     pub(super) for_good: bool,
-    /// Whom it concerns.
     pub(super) pair: (Option<u16>, Option<u16>),
 }
 

@@ -79,9 +79,7 @@ struct ViolationLog {
 /// When and in which state an invariant looks at something, and where it says what must not be.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CheckContext<'a> {
-    /// Who looks.
     id: InvariantId,
-    /// Virtual time.
     pub(crate) at: Nanos,
     /// The state before the observation.
     pub(crate) state: &'a InvariantState,
@@ -126,7 +124,6 @@ pub(crate) trait Invariant: fmt::Debug + Send {
         &[]
     }
 
-    /// Something happened.
     fn observe(&mut self, _now: CheckContext<'_>, _seen: &Observation<'_>) {}
 
     /// Looks at everything; called each few thousand observations, and last at the end.
@@ -263,7 +260,6 @@ impl Invariants {
         Invariants { list, wanted, state, found, seen: 0 }
     }
 
-    /// Something happened.
     #[inline]
     pub fn observe(&mut self, at: Nanos, seen: &Observation<'_>) {
         for index in &self.wanted[seen.kind() as usize] {

@@ -149,7 +149,6 @@ impl MemoryShape {
         Ok(shape)
     }
 
-    /// Buffers without structure.
     pub(super) fn plain(lens: &[u64]) -> MemoryShape {
         let segment = |len: &u64| MemorySegment { len: *len, ..MemorySegment::default() };
         MemoryShape {

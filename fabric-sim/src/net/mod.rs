@@ -74,7 +74,6 @@ struct SimLinkEnd {
     mute: bool,
 }
 
-/// Something under way.
 #[derive(Clone, Debug)]
 enum NetInFlight {
     Dial(u32),

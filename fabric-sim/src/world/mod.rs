@@ -105,13 +105,7 @@ pub enum StepAction {
 enum ReadyStep {
     Start(u32, MachineConfig),
     Stop(u32),
-    Input {
-        slot: u32,
-        incarnation: u32,
-        input: MachineInput,
-        cause: u64,
-    },
-    /// Ask for gauges.
+    Input { slot: u32, incarnation: u32, input: MachineInput, cause: u64 },
     Audit(u32),
 }
 

@@ -65,7 +65,6 @@ impl Observer {
         }
     }
 
-    /// Something happened.
     #[inline]
     pub(super) fn observe(&mut self, now: Nanos, seen: &Observation<'_>) {
         if let Some(invariants) = &mut self.invariants {

@@ -48,7 +48,6 @@ impl SimInstance {
     }
 }
 
-/// A running instance.
 #[derive(Debug)]
 pub(super) struct SimProcess {
     pub(super) engine: SimEngine,

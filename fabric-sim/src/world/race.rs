@@ -7,7 +7,6 @@ use kvferry_engine::core::time::Nanos;
 /// A lease that ends in the instant in which its reader is told that it has read.
 #[derive(Debug)]
 pub(super) struct LeaseRace {
-    /// The reader's core.
     slot: u32,
     at: Nanos,
     /// The core is told of the read before its timer.

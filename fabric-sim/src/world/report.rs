@@ -31,7 +31,6 @@ pub enum RunVerdict {
     Invalid = 2,
     /// Something did not come to its end.
     Liveness = 3,
-    /// Something wrong happened.
     Correctness = 4,
     /// A second run of the seed gave another trace.
     NotDeterministic = 5,
@@ -73,7 +72,6 @@ pub struct Percentiles {
     pub p90: Nanos,
     /// 99 percent are.
     pub p99: Nanos,
-    /// The longest.
     pub max: Nanos,
 }
 
@@ -125,7 +123,6 @@ pub struct RunReport {
     /// Instances that were healed for the liveness phase and stayed connected; empty if there was
     /// none.
     pub core: Vec<String>,
-    /// Requests answered well.
     pub finished: u64,
     /// Requests answered with an error.
     pub failed: u64,
@@ -135,7 +132,6 @@ pub struct RunReport {
     pub recomputed: u64,
     /// Why prompts were recomputed.
     pub recompute_causes: CauseCounts,
-    /// Why requests failed.
     pub failure_causes: CauseCounts,
     /// Broken promises, the first few.
     #[serde(skip)]

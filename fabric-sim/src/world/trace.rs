@@ -36,7 +36,6 @@ pub enum RecordedDetail {
     Stop,
     /// It got an input.
     Input(MachineInput),
-    /// It wanted something.
     Effect(MachineEffect),
     /// The liveness phase began, with these instances as its core.
     Settled(Vec<String>),
@@ -46,7 +45,6 @@ pub enum RecordedDetail {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Recording(pub Vec<u8>);
 
-/// Hashes and records.
 #[derive(Debug)]
 pub(super) struct Tracer {
     hasher: TraceHasher,

@@ -16,7 +16,6 @@ const PIECE: u64 = 1 << 20;
 /// What a side registers.
 #[derive(Debug)]
 pub(super) enum BenchMemory {
-    /// A memory file.
     Host {
         pool: MemfdPool,
         /// The same as a file, by which bytes are read and written while others do so, too.

@@ -1,22 +1,14 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
 use super::{Check, SystemRoots, line};
-use kvferry_fabric_mori::{MoriConfig, preflight};
+use kvferry_fabric_mori::MoriConfig;
+use kvferry_fabric_mori::preflight::{self, names};
 use std::env;
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 
 const RDMA: &str = "rdma";
 const AMD_GPU: &str = "amd-gpu";
-
-/// Names in a folder, sorted; none if it is not there.
-fn names(folder: &Path) -> Vec<String> {
-    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut names: Vec<_> =
-        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
-}
 
 fn devices(sys: &Path) -> PathBuf {
     sys.join("class/infiniband")

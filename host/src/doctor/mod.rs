@@ -108,7 +108,6 @@ impl CheckStatus {
 struct Check {
     check: &'static str,
     status: CheckStatus,
-    /// What is there.
     found: String,
     /// What to do about it; none if nothing has to be done.
     remedy: Option<String>,

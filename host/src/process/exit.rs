@@ -13,7 +13,6 @@ impl Exit {
     pub(crate) const UNFIT: Exit = Exit(1);
     /// The input cannot be used.
     pub(crate) const INVALID: Exit = Exit(2);
-    /// Something wrong happened.
     pub(crate) const CORRECTNESS: Exit = Exit(4);
 }
 

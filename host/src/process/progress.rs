@@ -16,7 +16,6 @@ pub(crate) struct CliProgress {
 }
 
 impl CliProgress {
-    /// Shows a bar.
     pub(crate) fn new(steps: u64) -> CliProgress {
         let whole = Some(steps.saturating_mul(PARTS));
         let bar = ProgressBar::with_draw_target(whole, ProgressDrawTarget::stderr());

@@ -18,7 +18,6 @@ impl ShutdownSignals {
         Ok(ShutdownSignals(signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))
     }
 
-    /// Waits for either.
     pub(crate) async fn recv(&mut self) {
         tokio::select! {
             _ = self.0.recv() => {}

@@ -23,7 +23,6 @@ struct ErrorDetail<'a> {
 #[derive(Clone, Debug)]
 pub(crate) struct HttpError {
     pub(crate) status: StatusCode,
-    /// A JSON object.
     pub(crate) body: Bytes,
 }
 

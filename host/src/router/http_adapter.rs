@@ -46,7 +46,6 @@ pub(crate) const MAILBOX: usize = 4_096;
 /// What the core is to hear.
 type RouterInputQueue = VecDeque<RouterInput>;
 
-/// A client's request.
 #[derive(Debug)]
 pub(crate) struct RoutedRequest {
     pub(crate) asked: GenerationRequest,
@@ -68,7 +67,6 @@ pub(crate) enum PartBody {
     Stream(Box<StreamRelay>),
 }
 
-/// A client asks.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(crate) struct SubmitRequest {

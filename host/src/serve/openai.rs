@@ -53,7 +53,6 @@ impl CompletionRequest {
         }
     }
 
-    /// Tokens to generate.
     pub(super) fn output(&self) -> u32 {
         self.max_completion_tokens.or(self.max_tokens).unwrap_or(MAX_TOKENS)
     }

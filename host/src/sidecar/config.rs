@@ -28,7 +28,6 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-/// All keys.
 const KEYS: [&str; 10] = [
     "socket",
     "metrics",

@@ -51,7 +51,6 @@ pub(super) struct ClientMessage {
     pub(super) is_refused: bool,
 }
 
-/// A connection ended.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(super) struct ClientLeft(pub(super) u64);

@@ -109,7 +109,6 @@ pub enum ClientIdentity {
     Worker(Box<ServingWorker>),
     /// The transfer actor in one of its workers, where they are there.
     Transfer {
-        /// The worker's rank.
         rank: u16,
         /// Descriptor, in the worker, of the pipe that gets its last words.
         #[serde(rename = "words")]

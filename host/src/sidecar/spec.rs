@@ -10,11 +10,9 @@ use std::sync::Arc;
 /// An engine core: one per DP rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServingEngine {
-    /// Prefill or decode.
     pub role: Role,
     /// Model name, equal on both sides of a transfer.
     pub model: Arc<str>,
-    /// Worker ranks.
     pub tp: u16,
     /// DP rank and number of DP ranks.
     pub dp: (u16, u16),

@@ -262,7 +262,6 @@ impl TransferLog {
         self.ended.back().expect("it was added")
     }
 
-    /// Transfers under way.
     pub(super) fn open(&self) -> usize {
         self.open.len()
     }

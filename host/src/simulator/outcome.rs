@@ -28,7 +28,6 @@ pub(crate) struct RunOutcome {
     pub(crate) core: Vec<String>,
     /// Client requests; those finished, failed and unknown together.
     pub(crate) requests: u64,
-    /// Requests answered well.
     pub(crate) finished: u64,
     /// Requests answered with an error.
     pub(crate) failed: u64,
@@ -50,7 +49,6 @@ pub(crate) struct RunOutcome {
     pub(crate) trace_hash: String,
     /// Entries taken from the simulator's queue.
     pub(crate) events: u64,
-    /// Virtual time.
     pub(crate) sim_seconds: f64,
     /// Time of the first run on this machine.
     pub(crate) wall_seconds: f64,

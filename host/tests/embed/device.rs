@@ -40,7 +40,6 @@ fn is_done_elsewhere(test: &str) -> bool {
     })
 }
 
-/// The stand-in's events.
 struct StubEvents(Library);
 
 impl StubEvents {

@@ -348,7 +348,6 @@ impl Drop for StubInstance {
     }
 }
 
-/// What connections share.
 #[derive(Clone)]
 struct StubState {
     legs: ReceivedLegs,

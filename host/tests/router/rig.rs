@@ -127,7 +127,6 @@ impl TestRouter {
         TestRouter::read(self.call(self.request(path, body.to_string())).await).await
     }
 
-    /// The usual request.
     pub(crate) async fn ask(&self) -> TestResponse {
         self.post("/v1/completions", &completion()).await
     }

@@ -36,7 +36,6 @@ pub enum InjectedEffect {
 /// How the end of a transfer is reported that is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReportFault {
-    /// This much late.
     Late(Nanos),
     AsFailed,
     Never,

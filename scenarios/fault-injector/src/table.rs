@@ -391,7 +391,6 @@ impl FaultSpec {
 
 /// Words that stand for an instance drawn per seed.
 const ROLES: [&str; 3] = ["prefill", "decode", "any"];
-/// The router's name.
 const ROUTER: &str = "router";
 
 /// The instance, or its host, of this name.

@@ -24,7 +24,6 @@ pub trait ScenarioValue: Clone + PartialOrd {
     /// What to write, e.g. `a duration such as "2ms"`.
     fn form() -> String;
 
-    /// Reads a literal.
     fn parse(text: &str) -> Option<Self>;
 
     /// The value at `uniform` of the way from `min` to `max`; `None` if the type has no ranges.

@@ -57,7 +57,6 @@ pub enum EngineEffect {
     /// Observation: blocks went back to the pool, to be handed out again at any time. Those that
     /// others share are not listed.
     Freed {
-        /// The last owner.
         request: RequestId,
         /// Block ids per group.
         blocks: Vec<Vec<u32>>,
@@ -89,7 +88,6 @@ impl From<DecodeHook> for EngineEffect {
     }
 }
 
-/// One forward pass.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct StepPlan {
     pub step: StepId,

@@ -39,7 +39,6 @@ pub struct TraceRecord {
     pub timestamp: u64,
     /// Tokens of the prompt.
     pub input_length: u32,
-    /// Tokens generated.
     pub output_length: u32,
     /// One id per started run of [`TOKENS_PER_HASH`] prompt tokens.
     pub hash_ids: Vec<u64>,

@@ -143,7 +143,6 @@ pub enum GroupKind {
 pub struct RankLayout {
     /// TP rank.
     pub rank: u16,
-    /// Its data plane.
     pub address: Address,
     /// Registered regions and their sizes in bytes.
     pub regions: Vec<(RegionDesc, u64)>,

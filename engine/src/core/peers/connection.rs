@@ -16,7 +16,6 @@ const PATH_PROBES_MAX: u64 = 2;
 /// How far a dialer is with its next link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum DialState {
-    /// It needs none.
     Idle,
     /// It dials at this time.
     At(Nanos),
@@ -40,11 +39,9 @@ pub(super) enum ConnectionAction {
     Dial,
     /// Give the link that is being tried up and dial again.
     Abandon(LinkId),
-    /// Say hello again.
     Hello(LinkId),
     /// The link may be half-open: try another.
     ProbePath,
-    /// The channel's timer.
     Channel,
 }
 

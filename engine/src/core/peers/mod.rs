@@ -57,12 +57,10 @@ pub(super) use transports::unused;
 /// Who an engine core is.
 #[derive(Clone, Debug)]
 pub struct LocalEngine {
-    /// Its configured name.
     pub engine: EngineId,
     pub incarnation: Incarnation,
     /// What it does. Decode dials, prefill answers.
     pub role: Role,
-    /// Its KV cache.
     pub geometry: Arc<Geometry>,
     /// What it can do, at least one mode of [`super::channel::capability`].
     pub capabilities: u32,
@@ -73,7 +71,6 @@ pub struct LocalEngine {
 pub struct PeerInfo {
     pub engine: EngineId,
     pub incarnation: Incarnation,
-    /// Its KV cache.
     pub geometry: Arc<Geometry>,
     pub ranks: Arc<Vec<RankLayout>>,
     /// What both sides can do, see [`super::channel::capability`].

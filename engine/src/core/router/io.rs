@@ -188,12 +188,10 @@ pub struct PairMember {
 pub enum LegBody {
     /// Compute the KV of a prompt (`max_tokens` 1).
     Prefill {
-        /// The hand-over.
         transfer: PrefillLeg,
         /// Index into the request's prompts.
         prompt: u32,
     },
-    /// Generate tokens.
     Decode {
         /// The hand-over. Its sibling index counts within one dispatch, not over all samples.
         transfer: DecodeLeg,
@@ -201,7 +199,6 @@ pub enum LegBody {
         prompt: u32,
         /// Which of the samples of the prompt it generates; stays the same over retries.
         sample: u32,
-        /// Tokens to generate.
         output: u32,
         /// What the prefill answered; only where KV is read by MoRIIO, and then none if there is
         /// nothing to read.

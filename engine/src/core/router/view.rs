@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 /// Whether an instance gets new legs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 pub enum InstanceState {
-    /// It gets legs.
     Ready,
     /// It has not answered a probe yet.
     Unproven,

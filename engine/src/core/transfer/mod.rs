@@ -101,7 +101,6 @@ pub enum TransferInput {
 pub enum TransferEffect {
     /// Call the data plane.
     Data(DataCommand),
-    /// Tell the core.
     Report(TransferReport),
 }
 
@@ -181,7 +180,6 @@ pub struct TransferConfig {
     pub mode: Mode,
     /// The engine's KV cache.
     pub geometry: Arc<Geometry>,
-    /// Its data plane.
     pub address: Address,
     /// What that can do.
     pub caps: Caps,

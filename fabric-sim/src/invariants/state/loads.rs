@@ -59,7 +59,6 @@ pub(crate) struct TornRead {
 /// Blocks that a transfer fills.
 #[derive(Clone, Debug)]
 pub(crate) struct TrackedLoad {
-    /// The decode instance.
     pub(crate) who: SimProcessId,
     pub(crate) request: RequestId,
     /// When it was allocated.

@@ -144,7 +144,6 @@ impl InvariantState {
         self.requests.prompts.get(&(who, request.clone()))
     }
 
-    /// All of them.
     pub(crate) fn prompts(&self) -> impl Iterator<Item = (&RequestAt, &TrackedPrompt)> {
         self.requests.prompts.iter()
     }

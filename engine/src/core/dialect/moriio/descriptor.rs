@@ -164,7 +164,6 @@ impl Default for MoriMemoryDesc {
 }
 
 impl MoriMemoryDesc {
-    /// Host memory.
     pub const LOC_CPU: u32 = 1;
 
     /// Memory of a GPU.

@@ -18,9 +18,7 @@ use super::notify::starts_map;
 pub enum MoriioFrameKind {
     /// The question of a handshake.
     Call,
-    /// Its first reply.
     Metadata,
-    /// Its second reply.
     Memory,
     /// A notice to a prefill: where to write.
     Blocks,

@@ -468,8 +468,8 @@ pub trait DataPlane: Send {
     /// `Busy` while own operations use it, `Invalid` if it is not registered.
     fn deregister(&mut self, region: RegionId) -> Result<(), Refused>;
 
-    /// Names a peer and lets it in; no IO. Both sides connect with the `pass` that they agreed on
-    /// at their hello: a session opened under another pass, or under one that was fenced, reaches
+    /// Names a peer and lets it in; no IO. Both sides connect with the fence key that they agreed
+    /// on at their hello: a session opened under another, or under one that was fenced, reaches
     /// nothing, so a peer that was fenced cannot come back with what it knew before.
     ///
     /// # Errors
@@ -507,7 +507,7 @@ pub trait DataPlane: Send {
     /// go on. A session that is unknown or closed already is quiet and answers at once.
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket);
 
-    /// Voids the pass of a peer, as the owner of a destination. Answered by
+    /// Voids the fence key of a peer, as the owner of a destination. Answered by
     /// [`DataEvent::Fenced`]; an unknown peer is fenced already. The id stays in use until
     /// [`DataPlane::disconnect`]; own operations towards the peer are not touched.
     fn fence(&mut self, peer: PeerId);

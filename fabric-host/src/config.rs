@@ -76,7 +76,7 @@ pub struct HostConfig {
     /// Take a slower path of `paths` where the one that memory and hosts call for cannot be had.
     /// Otherwise that fails the session.
     pub slower: bool,
-    /// Serve sessions under pass 0 of peers that were never connected to, until they are fenced.
+    /// Serve sessions under fence key 0 of peers that were never connected to, until they are fenced.
     pub open_door: bool,
 }
 

@@ -107,7 +107,7 @@ pub(crate) enum HostControlMessage {
         #[serde(default)]
         newest: Option<u32>,
     },
-    /// It is let in. Locally with the doorbell and the roll.
+    /// It is let in. Locally with the doorbell and the registration table.
     Welcome {
         rules: PathPolicy,
         /// The version that was chosen, and the newest that this plane speaks; planes of version 2
@@ -122,7 +122,8 @@ pub(crate) enum HostControlMessage {
     },
     /// A session between two regions, maybe with the file of the local one.
     Open { session: u32, region: u32, token: u64, local: HostRegionInfo },
-    /// Answer: how writes go, the other region and its place in the roll, maybe with its file.
+    /// Answer: how writes go, the other region and its place in the registration table, maybe with
+    /// its file.
     Opened { session: u32, result: Result<(DataPath, HostRegionInfo, u32), SessionDenial> },
     /// What there is in a later version only; never sent.
     #[serde(skip)]

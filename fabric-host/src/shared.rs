@@ -72,7 +72,7 @@ pub(crate) enum HostWorkerCommand {
 
 #[derive(Debug)]
 struct HostAccessState {
-    /// Live regions with their places in the roll.
+    /// Live regions with their places in the registration table.
     regions: BTreeMap<RegionId, (Arc<HostRegion>, u32)>,
     registration_table: RegistrationTable,
     guests: GuestList,
@@ -112,7 +112,7 @@ pub(crate) struct HostPlaneShared {
 
 impl HostPlaneShared {
     /// # Errors
-    /// No memory for the roll.
+    /// No memory for the registration table.
     pub(crate) fn new(
         config: HostConfig,
         location: HostPlaneAddress,
@@ -125,9 +125,9 @@ impl HostPlaneShared {
             inbound: BTreeMap::new(),
             tokens: 0,
         };
-        let crew = Arc::new(CopyPool::new(config.copiers as usize - 1));
+        let copy_pool = Arc::new(CopyPool::new(config.copiers as usize - 1));
         Ok(HostPlaneShared {
-            copy_pool: crew,
+            copy_pool,
             config,
             location,
             commands: workers.iter().map(|_| Mutex::default()).collect(),
@@ -233,17 +233,17 @@ impl HostPlaneShared {
         (region.token == token).then(|| (region.clone(), *place))
     }
 
-    /// The file of the roll, to be sent to a peer.
+    /// The file of the registration table, to be sent to a peer.
     pub(crate) fn with_registration_table<T>(&self, f: impl FnOnce(&RegistrationTable) -> T) -> T {
         f(&lock(&self.state).registration_table)
     }
 
-    /// Lets a peer in under a pass.
+    /// Lets a peer in under a fence key.
     pub(crate) fn grant_access(&self, who: &PlaneIdentity, peer: PeerId, fence_key: u64) {
         lock(&self.state).guests.invite(who, peer, fence_key);
     }
 
-    /// Voids the pass of a peer for good; nothing of it lands any more.
+    /// Voids the fence key of a peer for good; nothing of it lands any more.
     pub(crate) fn fence(&self, who: &PlaneIdentity, fence_key: u64) {
         let mut state = lock(&self.state);
         state.guests.fence(who, fence_key);
@@ -267,10 +267,10 @@ impl HostPlaneShared {
         let mut state = lock(&self.state);
         state.shut(|old| old.who == link.who && ends.contains(&old.theirs));
         if state.guests.is_fenced(&link.who, link.fence_key) {
-            return Err("fenced under this pass".into());
+            return Err("fenced under this fence key".into());
         }
         if !state.guests.is_invited(&link.who, link.fence_key) {
-            return Err("not connected to under this pass".into());
+            return Err("not connected to under this fence key".into());
         }
         if state.inbound.len() >= self.config.links_max as usize {
             let most = self.config.links_max;

@@ -1,4 +1,4 @@
-//! Who may reach our memory, as the door and the plane see it.
+//! Who may reach our memory, as the acceptor and the plane see it.
 //!
 //! RDMA is revoked here: with the backend go the keys that peers have. xGMI is not: a peer has
 //! mapped the memory and copies itself, whatever we do. So it is asked to leave, and has left when
@@ -43,11 +43,11 @@ struct MoriAccessState {
     guests: GuestList,
     links: BTreeMap<u64, MoriInboundLink>,
     next_line: u64,
-    /// Identities and passes that MoRI's descriptors of this engine were given to.
+    /// Identities and fence keys that MoRI's descriptors of this engine were given to.
     inside: BTreeSet<(PlaneIdentity, u64)>,
 }
 
-/// Shared by the plane, its posting thread and the door.
+/// Shared by the plane, its posting thread and the acceptor.
 #[derive(Debug)]
 pub(crate) struct MoriAccessControl {
     state: Mutex<MoriAccessState>,
@@ -135,7 +135,7 @@ impl MoriAccessControl {
         self.state().guests.disinvite(who, peer);
     }
 
-    /// Voids a pass. True if who has it may have reached memory by it.
+    /// Voids a fence key. True if who has it may have reached memory by it.
     pub(crate) fn fence(&self, who: &PlaneIdentity, fence_key: u64) -> bool {
         let mut state = self.state();
         let key = (who.clone(), fence_key);
@@ -149,7 +149,7 @@ impl MoriAccessControl {
         inside
     }
 
-    /// True if who has this pass may reach memory.
+    /// True if who has this fence key may reach memory.
     pub(crate) fn is_inside(&self, who: &PlaneIdentity, fence_key: u64) -> bool {
         self.state().inside.contains(&(who.clone(), fence_key))
     }
@@ -212,7 +212,7 @@ impl MoriAccessControl {
             return Err("that incarnation is over");
         }
         if state.guests.is_fenced(who, fence_key) {
-            return Err("this pass was fenced");
+            return Err("this fence key was fenced");
         }
         let id = state.next_line;
         state.next_line += 1;
@@ -230,9 +230,11 @@ impl MoriAccessControl {
         name: &MoriMemoryKey,
     ) -> Result<MoriRegionGrant, &'static str> {
         let state = &mut *self.state();
-        let Some(line) = state.links.get_mut(&line) else { return Err("this pass was fenced") };
+        let Some(line) = state.links.get_mut(&line) else {
+            return Err("this fence key was fenced");
+        };
         if !state.guests.is_invited(&line.who, line.fence_key) {
-            return Err("this pass is not known");
+            return Err("this fence key is not known");
         }
         let region = *state.names.get(name).ok_or("no such region")?;
         let memory = state.regions.get(&region).ok_or("no such region")?.clone();

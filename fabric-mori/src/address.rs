@@ -75,8 +75,8 @@ fn tail<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Option<T> {
 
 impl MoriPlaneAddress {
     /// `engine` is what MoRI packed; none if that is no array.
-    pub(crate) fn encode(engine: &[u8], door: &MoriAcceptorInfo) -> Option<Address> {
-        Some(Address(extend(engine, door)?.into()))
+    pub(crate) fn encode(engine: &[u8], acceptor: &MoriAcceptorInfo) -> Option<Address> {
+        Some(Address(extend(engine, acceptor)?.into()))
     }
 
     /// Where MoRI's control plane listens, by its descriptor; none if it does not.
@@ -91,8 +91,8 @@ impl MoriPlaneAddress {
         if desc.host.is_empty() || !(0..=65_535).contains(&desc.port) {
             return None;
         }
-        let door = tail(&address.0);
-        Some(MoriPlaneAddress { host: desc.host, engine: address.0.clone(), acceptor: door })
+        let acceptor = tail(&address.0);
+        Some(MoriPlaneAddress { host: desc.host, engine: address.0.clone(), acceptor })
     }
 }
 
@@ -113,7 +113,7 @@ mod tests {
     use super::*;
     use kvferry_engine::core::dialect::moriio::descriptor::DescLayout;
 
-    fn door() -> MoriAcceptorInfo {
+    fn acceptor() -> MoriAcceptorInfo {
         let who = PlaneIdentity { key: "k".into(), incarnation: 7 };
         MoriAcceptorInfo { who, port: 4_711, layout: 15 }
     }
@@ -128,10 +128,10 @@ mod tests {
         };
         for layout in [DescLayout::V1_2, DescLayout::V1_2_2] {
             let plain = desc.encode(layout);
-            let address = MoriPlaneAddress::encode(&plain, &door()).expect("an array");
+            let address = MoriPlaneAddress::encode(&plain, &acceptor()).expect("an array");
             assert_eq!(MoriEngineDesc::decode(&address.0), Ok(desc.clone()), "MoRI reads it");
             let location = MoriPlaneAddress::decode(&address).expect("ours");
-            assert_eq!(location.acceptor, Some(door()));
+            assert_eq!(location.acceptor, Some(acceptor()));
             let foreign = MoriPlaneAddress::decode(&Address(plain.into())).expect("MoRI's");
             assert_eq!(foreign.acceptor, None);
         }

@@ -43,12 +43,12 @@ impl fmt::Display for MoriBackend {
 pub struct MoriConfig {
     /// Name of this engine; an incarnation is added to it.
     pub key: String,
-    /// IPv4 address of this host at which MoRI's control plane and the door listen. MoRI takes no
+    /// IPv4 address of this host at which MoRI's control plane and the acceptor listen. MoRI takes no
     /// names.
     pub host: String,
     /// Port of MoRI's control plane; 0 for a free one.
     pub port: u16,
-    /// Port of the door, at which peers ask for regions; 0 for a free one.
+    /// Port of the acceptor, at which peers ask for regions; 0 for a free one.
     pub door_port: u16,
     /// What moves the bytes.
     pub backend: MoriBackend,
@@ -80,7 +80,7 @@ pub struct MoriConfig {
     pub operations_max: u32,
     /// Most slices in one operation.
     pub slices_max: u32,
-    /// A door that takes longer to answer, or a session to open, has failed. Who uses the plane
+    /// An acceptor that takes longer to answer, or a session to open, has failed. Who uses the plane
     /// waits for as long, whatever its own limit. A step of MoRI's control plane has as long, as
     /// the first plane of a process has it (`MORI_IO_CP_TIMEOUT_MS`).
     pub open_ms: u32,
@@ -96,8 +96,8 @@ pub struct MoriConfig {
     pub spin_us: u32,
     /// Look for GPU and network card before MoRI is called, which ends the process without them.
     pub devices: bool,
-    /// Open sessions with peers that have no door, such as those of vLLM's own connector, and let
-    /// peers in under pass 0 that were never connected to, until they are fenced.
+    /// Open sessions with peers that have no acceptor, such as those of vLLM's own connector, and let
+    /// peers in under fence key 0 that were never connected to, until they are fenced.
     pub open_door: bool,
     /// Queue pairs of peers that have ended, after which the backend is replaced while nothing is
     /// under way: MoRI polls them, and drops them in no other way. At so many if no peer is

@@ -101,7 +101,7 @@ pub(crate) struct MoriSessionTarget {
     pub(crate) region: RegionId,
     /// The peer's region, and MoRI's descriptors.
     pub(crate) grant: MoriRegionGrant,
-    /// By which the peer told them; none of a peer without a door.
+    /// By which the peer told them; none of a peer without an acceptor.
     pub(crate) link: Option<u64>,
 }
 
@@ -142,11 +142,11 @@ impl MoriEngineThread {
         common: Arc<MoriPlaneShared>,
         opener: Arc<MoriSessionOpener>,
     ) -> Result<MoriEngineThread, MoriCallError> {
-        let mut desk =
+        let mut thread =
             MoriEngineThread { common, sessions: BTreeMap::new(), opener, generation: 0 };
-        let engine = desk.make_engine()?;
-        desk.opener.with_exclusive(|mori| mori.engine = Some(engine));
-        Ok(desk)
+        let engine = thread.make_engine()?;
+        thread.opener.with_exclusive(|mori| mori.engine = Some(engine));
+        Ok(thread)
     }
 
     /// A new key each time: MoRI never dials again who comes back under an old one.
@@ -162,9 +162,9 @@ impl MoriEngineThread {
         if let Some(at) = MoriPlaneAddress::listens_at(&desc) {
             set_close_on_exec(at);
         }
-        let door =
+        let acceptor =
             MoriAcceptorInfo { who, port: common.acceptor_port, layout: common.shim.info.layout };
-        let address = MoriPlaneAddress::encode(&desc, &door)
+        let address = MoriPlaneAddress::encode(&desc, &acceptor)
             .ok_or_else(|| MoriCallError::of("kf_engine_desc", "no msgpack array"))?;
         common.access_control.engine_is(desc.into());
         *lock(&common.address) = address;

@@ -5,7 +5,7 @@
 //! ```text
 //!  owner --> MoriPlane --jobs--> thread of the engine --> mori-sys --> C shim --> MoRI-IO
 //!        <-- events    <-- poller of completions <------------------------------- (RDMA, xGMI)
-//!            door: hello and memory descriptors over TCP <--> MoriPlane of a peer
+//!            acceptor: hello and memory descriptors over TCP <--> MoriPlane of a peer
 //! ```
 //!
 //! ```no_run

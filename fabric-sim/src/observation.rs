@@ -233,7 +233,7 @@ pub enum Observation<'a> {
         /// The ticket of the question.
         ticket: QuiesceTicket,
     },
-    /// Nothing of a peer lands under a pass in the memory of a rank any more, and its actor was
+    /// Nothing of a peer lands under a fence key in the memory of a rank any more, and its actor was
     /// told so.
     Fenced {
         at: SimRankId,

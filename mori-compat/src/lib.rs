@@ -10,8 +10,7 @@
 //! can land any more, and a peer that comes back under the same key with another address is a new
 //! peer.
 //!
-//! Tests and fault drills inject failures (`KVFERRY_FAULTS`) and log what was moved
-//! ([`CompatSettings::audit`]).
+//! Tests inject failures (`KVFERRY_FAULTS`) and log what was moved ([`CompatSettings::audit`]).
 
 mod audit;
 mod desc;

@@ -29,7 +29,7 @@ type Sorted<E> = Result<ControlCommand, Box<E>>;
 /// A machine with a control plane of its own.
 struct ZmqTestNode<M: Machine> {
     machine: M,
-    ears: TestZmqPlane,
+    listeners: TestZmqPlane,
     start: Instant,
     /// Effects that are none of the control plane.
     said: Vec<M::Effect>,
@@ -46,16 +46,16 @@ impl<M: Machine> ZmqTestNode<M> {
         for effect in out.take() {
             match (self.command)(effect) {
                 Ok(ControlCommand::Dial { link, to, channel }) => {
-                    self.ears.plane.dial(link, &to, channel).expect("the address is one");
+                    self.listeners.plane.dial(link, &to, channel).expect("the address is one");
                 }
                 // A link that just went down says so itself.
                 Ok(ControlCommand::Send { link, frame }) => {
-                    let _ = self.ears.plane.send(link, &[&frame]);
+                    let _ = self.listeners.plane.send(link, &[&frame]);
                 }
                 Ok(ControlCommand::Reply { link, frame }) => {
-                    let _ = self.ears.plane.send(link, &[&[], &frame]);
+                    let _ = self.listeners.plane.send(link, &[&[], &frame]);
                 }
-                Ok(ControlCommand::HangUp { link }) => self.ears.plane.hang_up(link),
+                Ok(ControlCommand::HangUp { link }) => self.listeners.plane.hang_up(link),
                 Err(other) => self.said.push(*other),
             }
         }
@@ -64,7 +64,7 @@ impl<M: Machine> ZmqTestNode<M> {
     fn turn(&mut self) {
         let now = now(self.start);
         let mut events = Vec::new();
-        self.ears.plane.poll(now, &mut events);
+        self.listeners.plane.poll(now, &mut events);
         for event in events {
             self.give((self.hear)(event));
         }
@@ -114,7 +114,7 @@ impl Trio {
         let control = b.plane.listen(LinkKind::Handshake).unwrap();
         let router = ZmqTestNode {
             machine: Router::new(RouterConfig::default(), Incarnation(1)),
-            ears: a,
+            listeners: a,
             start,
             said: Vec::new(),
             tick: || RouterInput::Tick,
@@ -126,7 +126,7 @@ impl Trio {
         };
         let prefill = ZmqTestNode {
             machine: Prefill::new(config(Role::Prefill, &control, &discovery)),
-            ears: b,
+            listeners: b,
             start,
             said: Vec::new(),
             tick: || PrefillInput::Tick,
@@ -138,7 +138,7 @@ impl Trio {
         };
         let decode = ZmqTestNode {
             machine: Decode::new(config(Role::Decode, &control, &discovery)),
-            ears: c,
+            listeners: c,
             start,
             said: Vec::new(),
             tick: || DecodeInput::Tick,

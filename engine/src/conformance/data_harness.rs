@@ -135,12 +135,12 @@ impl<'a> DataHarness<'a> {
         self.seen[index][before..].iter().find_map(of).expect("just seen")
     }
 
-    /// Connects both planes under one pass.
+    /// Connects both planes under one fence key.
     pub(super) fn connect(&mut self, peer: PeerId, fence_key: u64) {
         self.connect_with(peer, [fence_key, fence_key]);
     }
 
-    /// Connects both planes, each with its own idea of the pass.
+    /// Connects both planes, each with its own idea of the fence key.
     pub(super) fn connect_with(&mut self, peer: PeerId, fence_key: [u64; 2]) {
         for (index, fence_key) in fence_key.into_iter().enumerate() {
             let address = self.plane(1 - index).address();

@@ -139,7 +139,7 @@ pub(super) fn fence_keeps_the_pass_out(fixture: &mut dyn DataFixture) {
         }
         rig.assert_shut_out(session);
         rig.quiesce(session, QuiesceTicket(u64::from(n)));
-        // Being let in again under the old pass changes nothing.
+        // Being let in again under the old fence key changes nothing.
         remote = renewed(&mut rig, remote);
         let address = rig.plane(0).address();
         rig.plane(1).disconnect(peer);
@@ -162,12 +162,12 @@ pub(super) fn new_pass_lets_in_again(fixture: &mut dyn DataFixture) {
     remote = renewed(&mut rig, remote);
     let (peer, session) = (PeerId(6), SessionId(8));
     rig.connect(peer, FENCE_KEY + 1);
-    rig.open(session, peer, &remote).expect("a session under the new pass opens");
+    rig.open(session, peer, &remote).expect("a session under the new fence key opens");
     let expected = rig.bytes(0)[..64].to_vec();
     let op = writes(&mut rig, session, 1)[0];
     assert_eq!(rig.finish(op), Completion::Done);
     rig.quiesce(session, QuiesceTicket(1));
-    assert!(rig.bytes(1)[..64] == expected, "the new pass moves bytes");
+    assert!(rig.bytes(1)[..64] == expected, "the new fence key moves bytes");
     rig.assert_shut_out(SESSION);
 }
 

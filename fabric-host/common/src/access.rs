@@ -37,7 +37,7 @@ pub struct GuestList {
 }
 
 impl GuestList {
-    /// Nobody is invited, unless by an open door.
+    /// A list of nobody. With `open_door` who is not on it is let in, too, under the key 0.
     pub fn new(open_door: bool) -> GuestList {
         GuestList { open_door, ..GuestList::default() }
     }

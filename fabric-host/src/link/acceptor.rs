@@ -60,9 +60,10 @@ impl HostListeners {
 /// No thread or descriptor is left.
 pub(crate) fn listen(
     hub: Arc<HostPlaneShared>,
-    ears: HostListeners,
+    listeners: HostListeners,
 ) -> Result<ConnectionListener, String> {
-    let (names, sockets) = (["kvferry-listen", "kvferry-greet"], vec![ears.unix, ears.tcp.into()]);
+    let (names, sockets) =
+        (["kvferry-listen", "kvferry-greet"], vec![listeners.unix, listeners.tcp.into()]);
     ConnectionListener::start(names, sockets, GREETINGS_MAX, HostGreeter(hub))
         .map_err(|why| why.to_string())
 }
@@ -84,7 +85,7 @@ impl ConnectionHandler for HostGreeter {
     }
 }
 
-/// Who says hello, under which pass and rules.
+/// Who says hello, under which fence key and rules.
 pub(super) struct HostHello {
     pub(super) who: PlaneIdentity,
     pub(super) fence_key: u64,
@@ -159,9 +160,9 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
         if shared.is_none() {
             peer.send(&welcome, &[])?;
         } else {
-            let roll =
-                hub.with_registration_table(|roll| rustix::io::fcntl_dupfd_cloexec(roll.file(), 0));
-            peer.send(&welcome, &[worker.bell(), roll?.as_fd()])?;
+            let table = hub
+                .with_registration_table(|table| rustix::io::fcntl_dupfd_cloexec(table.file(), 0));
+            peer.send(&welcome, &[worker.bell(), table?.as_fd()])?;
         }
         peer.unblock()
     };
@@ -169,13 +170,13 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
         hub.dismiss(id);
         return None;
     };
-    let station: Box<dyn HostLinkDriver> = match shared {
+    let driver: Box<dyn HostLinkDriver> = match shared {
         Some((segment, bell)) => {
             let said = (caller.rules, caller.later);
             Box::new(LocalTarget::new(LocalLinkHandles::new(socket, bell, segment, said), inbound))
         }
         None => Box::new(TcpTarget::new(socket, inbound, caller.later)),
     };
-    hub.tell_worker(id, HostWorkerCommand::Add(id, station));
+    hub.tell_worker(id, HostWorkerCommand::Add(id, driver));
     Some(())
 }

@@ -9,7 +9,7 @@ use super::segment::ShmSegment;
 use super::tcp_initiator::TcpInitiator;
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
-use crate::memory::{MemfdMapping, ROLL_BYTES};
+use crate::memory::{MemfdMapping, TABLE_BYTES};
 use crate::proto::{HostControlMessage, OLDEST, PathPolicy, VERSION};
 use crate::shared::{DialledLink, HostDialError, HostPlaneShared, HostWorkerEvent};
 use kvferry_fabric_common::spawn;
@@ -164,13 +164,13 @@ fn dial_link(
         let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
         return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
     };
-    let [bell, roll] = <[OwnedFd; 2]>::try_from(fds)
+    let [bell, table] = <[OwnedFd; 2]>::try_from(fds)
         .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
-    let roll = MemfdMapping::new(&roll, ROLL_BYTES, false).map_err(HostDialError::ours)?;
+    let table = MemfdMapping::new(&table, TABLE_BYTES, false).map_err(HostDialError::ours)?;
     let socket = peer.unblock().map_err(HostDialError::ours)?;
     let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
     let local = Some((&segment, ring_bell, heard_by));
     let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
     let ends = LocalLinkHandles::new(socket, bell, segment, (rules, later));
-    Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, roll))))
+    Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, table))))
 }

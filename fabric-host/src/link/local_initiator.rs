@@ -34,13 +34,13 @@ impl LocalInitiator {
     pub(super) fn new(
         ends: LocalLinkHandles,
         link: Arc<HostOutboundLink>,
-        roll: MemfdMapping,
+        table: MemfdMapping,
     ) -> LocalInitiator {
         LocalInitiator {
             ends,
             heard: Vec::new(),
             link,
-            registration_table: Arc::new(roll),
+            registration_table: Arc::new(table),
             opening: BTreeMap::new(),
             read: None,
             reads: false,
@@ -95,8 +95,11 @@ impl LocalInitiator {
         let process = self.ends.process.as_ref();
         let (read, reach) = reach(&side, file, process, [&rules, &self.ends.rules])?;
         let place = place as usize;
-        if place >= crate::memory::ROLL_MAX {
-            return Err(SessionDenial { why: format!("place {place} in a roll"), tcp: false });
+        if place >= crate::memory::ROWS_MAX {
+            return Err(SessionDenial {
+                why: format!("place {place} in a registration table"),
+                tcp: false,
+            });
         }
         let source = HostReadSource {
             reach,

@@ -9,4 +9,4 @@ pub(crate) use map::MemfdMapping;
 pub(crate) use pool::sealed;
 pub use pool::{HugePages, MemfdPool};
 pub(crate) use region::{HostMemoryAccess, HostRegion, PidfdProcess};
-pub(crate) use registration_table::{ROLL_BYTES, ROLL_MAX, RegistrationTable};
+pub(crate) use registration_table::{ROWS_MAX, RegistrationTable, TABLE_BYTES};

@@ -83,9 +83,9 @@ impl HostPlane {
             port: 0,
             pid: std::process::id(),
         };
-        let ears = HostListeners::open(&resolve(&config)?, &location.socket_name());
-        let ears = ears.map_err(HostError::Listen)?;
-        let bound = ears.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
+        let listeners = HostListeners::open(&resolve(&config)?, &location.socket_name());
+        let listeners = listeners.map_err(HostError::Listen)?;
+        let bound = listeners.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
         location.port = bound.port();
         let handles = (0..config.workers).map(|_| WorkerHandle::new().map(Arc::new));
         let handles = handles
@@ -117,8 +117,8 @@ impl HostPlane {
             Ok(())
         };
         for _ in 1..hub.config.copiers {
-            let crew = hub.copy_pool.clone();
-            start(Box::new(move || crew.work()))?;
+            let pool = hub.copy_pool.clone();
+            start(Box::new(move || pool.work()))?;
         }
         for number in 0..hub.workers.len() {
             let words: Arc<[AtomicU64]> = (0..words_for(room)).map(|_| AtomicU64::new(0)).collect();
@@ -127,7 +127,7 @@ impl HostPlane {
                 .map_err(|why| HostError::System(format!("epoll: {why}")))?;
             start(Box::new(|| worker.run()))?;
         }
-        plane.listener = Some(listen(hub, ears).map_err(HostError::System)?);
+        plane.listener = Some(listen(hub, listeners).map_err(HostError::System)?);
         Ok(plane)
     }
 }

@@ -50,8 +50,8 @@ pub(super) struct InlineCopier {
 }
 
 impl InlineCopier {
-    pub(super) fn new(crew: Arc<CopyPool>) -> InlineCopier {
-        InlineCopier { copied: 0, chunk: Vec::new(), scratch: CopyBuffers::new(crew) }
+    pub(super) fn new(pool: Arc<CopyPool>) -> InlineCopier {
+        InlineCopier { copied: 0, chunk: Vec::new(), scratch: CopyBuffers::new(pool) }
     }
 
     pub(super) fn rest(&mut self) {

@@ -155,8 +155,8 @@ impl HostPlane {
         let waiting = self.waiting(peer, kind);
         let links = self.ledger.peers.get_mut(&peer).map(|known| &mut known.links);
         match result {
-            Ok((link, station)) => {
-                self.hub.tell_worker(link.id, HostWorkerCommand::Add(link.id, station));
+            Ok((link, driver)) => {
+                self.hub.tell_worker(link.id, HostWorkerCommand::Add(link.id, driver));
                 self.links.insert(link.id, link.clone());
                 links.map(|links| links.insert(kind, HostPeerLink::Up(link)));
                 waiting.into_iter().for_each(|session| self.start_opening(session, kind));

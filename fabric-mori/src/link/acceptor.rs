@@ -1,4 +1,4 @@
-//! Our side of the door.
+//! Accepts peers that ask for regions, and answers them.
 
 use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, receive, send};
 use crate::access_control::MoriAccessControl;
@@ -12,14 +12,14 @@ use std::time::Duration;
 const LINES_MAX: u32 = 1_024;
 
 /// Each line has a thread of its own, which mostly sleeps.
-struct MoriDoor {
-    gate: Arc<MoriAccessControl>,
+struct MoriRegionService {
+    access: Arc<MoriAccessControl>,
     dead_ms: u32,
 }
 
-impl ConnectionHandler for MoriDoor {
+impl ConnectionHandler for MoriRegionService {
     fn serve(&self, _socket: usize, line: OwnedFd) {
-        let _over = serve(&line.into(), &self.gate, self.dead_ms);
+        let _over = serve(&line.into(), &self.access, self.dead_ms);
     }
 }
 
@@ -30,47 +30,48 @@ impl ConnectionHandler for MoriDoor {
 pub(crate) fn listen(
     host: Ipv4Addr,
     port: u16,
-    gate: Arc<MoriAccessControl>,
+    access: Arc<MoriAccessControl>,
     dead_ms: u32,
 ) -> Result<(ConnectionListener, u16), String> {
     let fail = |why: std::io::Error| format!("cannot listen at {host}:{port}: {why}");
     let socket = TcpListener::bind((host, port)).map_err(fail)?;
     socket.set_nonblocking(true).map_err(fail)?;
     let bound = socket.local_addr().map_err(fail)?.port();
-    let (names, door) = (["kvferry-door", "kvferry-line"], MoriDoor { gate, dead_ms });
-    let listener = ConnectionListener::start(names, vec![socket.into()], LINES_MAX, door);
+    let (names, acceptor) =
+        (["kvferry-accept", "kvferry-line"], MoriRegionService { access, dead_ms });
+    let listener = ConnectionListener::start(names, vec![socket.into()], LINES_MAX, acceptor);
     Ok((listener.map_err(fail)?, bound))
 }
 
 /// Serves a line until it ends.
-fn serve(socket: &TcpStream, gate: &MoriAccessControl, dead_ms: u32) -> std::io::Result<()> {
+fn serve(socket: &TcpStream, access: &MoriAccessControl, dead_ms: u32) -> std::io::Result<()> {
     set_keepalive(socket, dead_ms)?;
     socket.set_read_timeout(Some(Duration::from_millis(dead_ms.into())))?;
     let hello: MoriHello = receive(socket)?;
     socket.set_read_timeout(None)?;
-    let line = gate.admit(hello.to, &hello.who, hello.fence_key, socket.try_clone()?);
-    let served = serve_asks(socket, gate, line);
+    let line = access.admit(hello.to, &hello.who, hello.fence_key, socket.try_clone()?);
+    let served = serve_asks(socket, access, line);
     if let Ok(line) = line {
-        gate.leave(line);
+        access.leave(line);
     }
     served
 }
 
 fn serve_asks(
     socket: &TcpStream,
-    gate: &MoriAccessControl,
+    access: &MoriAccessControl,
     line: Result<u64, &'static str>,
 ) -> std::io::Result<()> {
     loop {
         match receive(socket)? {
             MoriDiallerMessage::Enter { session, name } => {
                 let grant =
-                    line.and_then(|line| gate.enter(line, session, &name)).map_err(str::to_owned);
+                    line.and_then(|line| access.enter(line, session, &name)).map_err(str::to_owned);
                 send(socket, &MoriAcceptorMessage::Told { session, grant })?;
             }
             MoriDiallerMessage::Released { region } => {
                 if let Ok(line) = line {
-                    gate.released(line, region);
+                    access.released(line, region);
                 }
             }
         }

@@ -1,5 +1,6 @@
-//! The door: where peers show their pass and are given the descriptors of regions. MoRI itself lets
-//! in whoever knows a number, and does not tell of a peer's end; the line to its door does.
+//! The acceptor: where peers show their fence key and are given the descriptors of regions. MoRI
+//! itself lets in whoever knows a number, and does not tell of a peer's end; the line to its
+//! acceptor does.
 
 mod acceptor;
 mod outbound;

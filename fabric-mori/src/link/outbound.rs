@@ -1,4 +1,4 @@
-//! The door of a peer.
+//! What is asked of a peer's acceptor.
 
 use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, MoriRegionGrant, receive, send};
 use crate::address::MoriMemoryKey;
@@ -41,7 +41,7 @@ enum MoriLinkState {
     Over,
 }
 
-/// A connection to a peer's door, which a thread of its own makes and reads.
+/// A connection to a peer's acceptor, which a thread of its own makes and reads.
 #[derive(Debug)]
 pub(crate) struct MoriOutboundLink {
     pub(crate) id: u64,

@@ -81,29 +81,30 @@ impl MoriPlane {
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
         let board = Arc::new(MoriEventQueue::default());
         let incarnation = draw_incarnation().map_err(MoriError::System)?;
-        let gate = Arc::new(MoriAccessControl::new(incarnation, &config, board.clone()));
-        let (door, acceptor_port) = listen(host, config.door_port, gate.clone(), config.dead_ms)
-            .map_err(MoriError::Listen)?;
+        let access = Arc::new(MoriAccessControl::new(incarnation, &config, board.clone()));
+        let (acceptor, acceptor_port) =
+            listen(host, config.door_port, access.clone(), config.dead_ms)
+                .map_err(MoriError::Listen)?;
         let spin = config.spin_us;
         let common = Arc::new(MoriPlaneShared {
             acceptor_port,
             config,
             shim,
-            access_control: gate,
+            access_control: access,
             watch: MoriCompletionPoller::default(),
             board: board.clone(),
             address: Mutex::new(Address(Arc::default())),
             counts: MoriAtomicCounters::default(),
         });
         let opener = Arc::new(MoriSessionOpener::default());
-        let desk = MoriEngineThread::new(common.clone(), opener.clone());
-        let desk = desk.map_err(|fault| MoriError::Mori(fault.to_string()))?;
+        let thread = MoriEngineThread::new(common.clone(), opener.clone());
+        let thread = thread.map_err(|fault| MoriError::Mori(fault.to_string()))?;
         let (orders, inbox) = mpsc::channel();
         let told = orders.clone();
         let mut plane = MoriPlane {
             common: common.clone(),
             orders: Some(orders),
-            acceptor: Some(door),
+            acceptor: Some(acceptor),
             threads: Vec::new(),
             ledger: PlaneLedger::default(),
             news: Vec::new(),
@@ -119,7 +120,7 @@ impl MoriPlane {
         };
         let spin = Duration::from_micros(spin.into());
         plane.start("kvferry-watch", move || common.watch.run(&board, spin))?;
-        plane.start("kvferry-mori", move || desk.run(&inbox))?;
+        plane.start("kvferry-mori", move || thread.run(&inbox))?;
         plane.start("kvferry-open", move || opener.run(&told))?;
         Ok(plane)
     }

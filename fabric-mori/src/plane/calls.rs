@@ -18,17 +18,17 @@ use std::time::{Duration, Instant};
 
 impl MoriPeer {
     pub(super) fn who(&self) -> Option<&PlaneIdentity> {
-        self.location.acceptor.as_ref().map(|door| &door.who)
+        self.location.acceptor.as_ref().map(|acceptor| &acceptor.who)
     }
 }
 
 impl MoriPlane {
-    /// Has a session's descriptors told by the peer's door, or opens it without.
+    /// Has a session's descriptors told by the peer's acceptor, or opens it without.
     pub(super) fn start_opening(&mut self, id: SessionId) {
         let Some(session) = self.ledger.sessions.get(&id) else { return };
         let claim = session.own.claim.clone();
         let Some(peer) = self.ledger.peers.get_mut(&session.peer) else { return };
-        let Some(door) = &peer.location.acceptor else {
+        let Some(acceptor) = &peer.location.acceptor else {
             let (engine, memory) = (peer.location.engine.clone(), claim.memory);
             let grant = MoriRegionGrant { region: RegionId(u32::MAX), engine, memory };
             return self.grant_received(id, Ok(grant));
@@ -41,8 +41,8 @@ impl MoriPlane {
                 peer: session.peer,
                 id: self.lines,
                 host: peer.location.host.clone(),
-                port: door.port,
-                to: door.who.incarnation,
+                port: acceptor.port,
+                to: acceptor.who.incarnation,
                 who: self.common.who(),
                 fence_key: peer.fence_key,
                 patience: Duration::from_millis(config.open_ms.into()),
@@ -81,8 +81,8 @@ impl MoriPlane {
             None if !self.common.config.open_door => {
                 invalid("address of a plane that is not kvferry's; open_door lets such in")
             }
-            Some(door) if door.layout != ours => {
-                let theirs = door.layout;
+            Some(acceptor) if acceptor.layout != ours => {
+                let theirs = acceptor.layout;
                 invalid(format!(
                     "the peer's MoRI describes memory by {theirs} fields, ours by {ours}: install one version of MoRI on both sides"
                 ))
@@ -227,7 +227,7 @@ impl DataPlane for MoriPlane {
         let who = known.and_then(|known| Some((known.who()?.clone(), known.fence_key)));
         let inside = match who {
             Some((who, fence_key)) => self.common.access_control.fence(&who, fence_key),
-            // Who has no door asks for nothing: it may be inside if it is known at all.
+            // Who has no acceptor asks for nothing: it may be inside if it is known at all.
             None => known.is_some(),
         };
         match self.common.config.backend {

@@ -1,6 +1,6 @@
 //! The backend is replaced: MoRI's queue pairs never recover, and only the end of a backend keeps
 //! out what is under way. Sessions that go on are opened anew beside the work, each peer's once its
-//! door answers. Where MoRI cannot be started it is tried again until it can.
+//! acceptor answers. Where MoRI cannot be started it is tried again until it can.
 
 use super::{MoriParts, MoriPlane, MoriSession, Reopening};
 use crate::MoriBackend;
@@ -256,7 +256,7 @@ impl MoriPlane {
         }
         let gone = |peer: &PeerId| {
             let Some(known) = self.ledger.peers.get(peer) else { return true };
-            // Who has no door cannot be asked, and so never says that it has left.
+            // Who has no acceptor cannot be asked, and so never says that it has left.
             known
                 .who()
                 .is_some_and(|who| !self.common.access_control.is_inside(who, known.fence_key))

@@ -53,7 +53,7 @@ impl MoriPlane {
         }
     }
 
-    /// What the door says: the descriptors with which MoRI can open the session.
+    /// What the acceptor says: the descriptors with which MoRI can open the session.
     pub(super) fn grant_received(&mut self, id: SessionId, answer: MoriGrantResult) {
         if self.recovery.is_draining() {
             return self.deferred_grants.push((id, answer));
@@ -66,7 +66,7 @@ impl MoriPlane {
             Ok(grant) => {
                 let claim = MoriRegionDescriptor::decode(&grant.memory);
                 if claim.is_none_or(|claim| claim.len != session.lens[1]) {
-                    let why = "the peer's door tells of a region of another length";
+                    let why = "the peer's acceptor tells of a region of another length";
                     return self.turned_away(id, FabricError::Backend(why.into()));
                 }
                 let line = self.ledger.peers.get(&session.peer).and_then(|peer| peer.link.as_ref());
@@ -76,7 +76,7 @@ impl MoriPlane {
                 self.tell(MoriEngineCommand::Open { session: id, remote });
             }
             Err(why) => {
-                let why = format!("the peer's door: {why}");
+                let why = format!("the peer's acceptor: {why}");
                 self.turned_away(id, FabricError::Backend(why.into()));
             }
         }
@@ -217,7 +217,7 @@ impl MoriPlane {
             Some(its) => its == line,
             None => is_last,
         };
-        let cause = FabricError::Backend(format!("the peer's door: {why}").into());
+        let cause = FabricError::Backend(format!("the peer's acceptor: {why}").into());
         self.end_sessions(id, &cause, |session| its(session) && session.phase.is_opening());
         if self.end_sessions(id, &FabricError::PeerGone, its) {
             self.start_recovery();

@@ -113,7 +113,7 @@ pub struct OpInfo<'a> {
     pub op: OpId,
     /// Its session on the initiator.
     pub session: SessionId,
-    /// The pass under which its session was opened.
+    /// The fence key under which its session was opened.
     pub fence_key: u64,
     pub direction: Direction,
     /// Counts the operations of the plane, from 0.
@@ -311,12 +311,12 @@ pub enum DmaOutput {
         /// How it was reported.
         outcome: kvferry_engine::fabric::Completion,
     },
-    /// From here on nothing of `peer` lands under this pass in the memory of `plane`.
+    /// From here on nothing of `peer` lands under this fence key in the memory of `plane`.
     Fenced {
         plane: DataPlaneIx,
         /// Who is kept out.
         peer: DataPlaneIx,
-        /// The pass that is void.
+        /// The fence key that is void.
         fence_key: u64,
     },
     /// From here on nothing that the plane submitted lands anywhere, and nothing in its memory that

@@ -11,7 +11,7 @@ use kvferry_engine::core::message::{
 use kvferry_engine::fabric::{Caps, Completion, Credits, FabricError, OpId, Placement, Refused};
 use std::collections::BTreeMap;
 
-/// A plane and one of its peers, under the pass of their connection.
+/// A plane and one of its peers, under the fence key of their connection.
 type PlanePair = (SimRankId, SimRankId, u64);
 
 /// Counts what is in flight of each data plane, in all and to each of its peers, and looks at every

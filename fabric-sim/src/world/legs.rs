@@ -93,8 +93,8 @@ impl Simulation {
             if let EngineInput::Leg { leg, .. } = &mut again {
                 *leg = copy;
             }
-            let letter = SimEnvelope::Ask { instance, leg: copy, input: again };
-            self.post(at + after - self.now, letter);
+            let envelope = SimEnvelope::Ask { instance, leg: copy, input: again };
+            self.post(at + after - self.now, envelope);
         }
         self.post(at - self.now, SimEnvelope::Ask { instance, leg, input });
     }
@@ -156,8 +156,8 @@ impl Simulation {
 
     fn tell_router(&mut self, leg: LegId, event: LegEvent, at: Nanos) {
         let input = RouterInput::Leg { leg, event }.into();
-        let letter = SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 };
-        self.post(at - self.now, letter);
+        let envelope = SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 };
+        self.post(at - self.now, envelope);
     }
 
     /// The router closes the connection of a leg.

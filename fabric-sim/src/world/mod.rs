@@ -352,8 +352,8 @@ impl Simulation {
                 self.with_net(|net, cx| net.step(event, cx));
             }
             SimEvent::Envelope(slot) => {
-                let letter = self.envelopes.take(slot);
-                self.deliver_envelope(letter);
+                let envelope = self.envelopes.take(slot);
+                self.deliver_envelope(envelope);
             }
             SimEvent::Tick { slot, generation: turn } => self.ticked(slot, turn),
             SimEvent::Layers { instance, incarnation } => {
@@ -408,8 +408,8 @@ impl Simulation {
         paused
     }
 
-    fn deliver_envelope(&mut self, letter: SimEnvelope) {
-        match letter {
+    fn deliver_envelope(&mut self, envelope: SimEnvelope) {
+        match envelope {
             SimEnvelope::Machine { slot, incarnation, input, cause } => {
                 self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause });
             }
@@ -427,8 +427,8 @@ impl Simulation {
     }
 
     /// Sends something that arrives after a fixed time, so that order is kept.
-    fn post(&mut self, after: Nanos, letter: SimEnvelope) {
-        let entry = SimEvent::Envelope(self.envelopes.add(letter));
+    fn post(&mut self, after: Nanos, envelope: SimEnvelope) {
+        let entry = SimEvent::Envelope(self.envelopes.add(envelope));
         self.queue.push(self.now + after, entry);
     }
 

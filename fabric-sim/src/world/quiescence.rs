@@ -250,10 +250,10 @@ impl Simulation {
         all.filter(|(index, _)| self.is_frozen(*index)).map(|(_, instance)| instance)
     }
 
-    /// Letters that somebody will open.
+    /// Envelopes that somebody will open.
     fn envelopes_in_flight(&self) -> usize {
-        let letter = |entry: &&SimEvent| matches!(entry, SimEvent::Envelope(_));
-        let held = self.frozen().map(|one| one.held.iter().filter(letter).count());
+        let envelope = |entry: &&SimEvent| matches!(entry, SimEvent::Envelope(_));
+        let held = self.frozen().map(|one| one.held.iter().filter(envelope).count());
         self.envelopes.len() - held.sum::<usize>()
     }
 
@@ -291,8 +291,8 @@ impl Simulation {
 
     /// What was under way at the end, for people.
     pub(super) fn outstanding_work(&self) -> String {
-        let (letters, operations) = (self.envelopes_in_flight(), self.operations_under_way());
-        let under_way = format!("{letters} letters and {operations} operations under way");
+        let (envelopes, operations) = (self.envelopes_in_flight(), self.operations_under_way());
+        let under_way = format!("{envelopes} envelopes and {operations} operations under way");
         self.held().chain([under_way]).collect::<Vec<_>>().join("; ")
     }
 

@@ -32,7 +32,7 @@ impl Simulation {
         }
         let (to, is_timer) = match entry {
             SimEvent::Tick { slot, .. } => (slot, true),
-            SimEvent::Envelope(letter) => match self.envelopes.get(letter) {
+            SimEvent::Envelope(envelope) => match self.envelopes.get(envelope) {
                 Some(SimEnvelope::Machine { slot, .. }) => (*slot, false),
                 _ => return false,
             },

@@ -144,11 +144,11 @@ impl HttpAdapter {
         settings: Arc<HttpSettings>,
         metrics: RouterMetrics,
     ) -> RouterAddr {
-        let seat = |core| {
+        let adapter = |core| {
             let (clients, legs) = Default::default();
             HttpAdapter { core, plane, pool, settings, metrics, clients, legs }
         };
-        Driver::start(seat, router, None, clock)
+        Driver::start(adapter, router, None, clock)
     }
 
     fn leg_ended(&self, role: Role, outcome: &'static str) {

@@ -2,8 +2,8 @@
 //!
 //! The core ([`kvferry_engine::core::router`]) decides: pairs, retries, breaker, expiry, queue,
 //! drain. Here is only what turns HTTP into its inputs and its effects into HTTP. Everything runs
-//! on one thread: the core as an actor ([`kvferry_engine::actors`]) in the seat that
-//! [`http_adapter`] is, and a task for each connection and each leg.
+//! on one thread: the core as an actor ([`kvferry_engine::actors`]) behind
+//! [`http_adapter`], and a task for each connection and each leg.
 
 mod admin;
 mod api;
@@ -117,16 +117,21 @@ async fn run(
         metrics.clone(),
     );
     let next_client = AtomicU64::default();
-    let desk = Arc::new(RequestHandler {
+    let handler = Arc::new(RequestHandler {
         core: MailboxSender::new(core.clone(), MAILBOX),
         settings,
         metrics: metrics.clone(),
         next_client,
     });
-    let admin = Admin { handler: desk.clone(), pool, registry: registry.into(), clock };
+    let admin = Admin { handler: handler.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
-    let serving =
-        server::serve(listener, app(desk, admin), args.connections_max as usize, metrics, stopped);
+    let serving = server::serve(
+        listener,
+        app(handler, admin),
+        args.connections_max as usize,
+        metrics,
+        stopped,
+    );
     let mut serving = std::pin::pin!(serving);
     tokio::select! {
         () = serving.as_mut() => {}
@@ -144,13 +149,13 @@ async fn run(
     Ok(())
 }
 
-fn app(desk: Arc<RequestHandler>, admin: Admin) -> Router {
+fn app(handler: Arc<RequestHandler>, admin: Admin) -> Router {
     let mut app = Router::new();
     for api in APIS {
-        let desk = desk.clone();
+        let handler = handler.clone();
         let serve = move |request: Request<Body>| {
-            let desk = desk.clone();
-            async move { desk.serve(api, request).await }
+            let handler = handler.clone();
+            async move { handler.serve(api, request).await }
         };
         app = app.route(api.path(), post(serve));
     }

@@ -72,13 +72,13 @@ async fn serve(
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let ears = ControlListeners::new(ListenAddresses {
+    let listeners = ControlListeners::new(ListenAddresses {
         host: ("--host", &args.host),
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
     });
     let ControlListeners { plane, handshake, notify, address: zmq } =
-        ears.map_err(CommandError::Input)?;
+        listeners.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
     let state =
         args.state.clone().or_else(incarnations::own_folder).filter(|_| args.handshake_port != 0);

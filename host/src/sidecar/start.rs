@@ -53,12 +53,13 @@ pub(super) fn start(
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let [handshake, notify] = ports(engine)?;
-    let ears = ControlListeners::new(settings.places(handshake, notify))?;
+    let listeners = ControlListeners::new(settings.places(handshake, notify))?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
     // Nobody will know the engine by ports that it was not given.
     let state = operator.state.as_deref().filter(|_| settings.handshake_port != 0);
-    let incarnation = incarnations::begin(&ears.address.engine(), engine.last_incarnation, state);
-    let config = core_config(engine, attention, &ears, (incarnation, &limits))?;
+    let incarnation =
+        incarnations::begin(&listeners.address.engine(), engine.last_incarnation, state);
+    let config = core_config(engine, attention, &listeners, (incarnation, &limits))?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
         rank_plan(engine, &config, worker, (&operator.fabric, &limits))
@@ -81,15 +82,15 @@ pub(super) fn start(
     let own = InstanceIdentity {
         role: engine.role,
         mode: engine.mode(),
-        address: ears.address.clone(),
+        address: listeners.address.clone(),
         ports: settings.moriio.ports,
     };
     tracing::info!(
         engine = &*config.engine.0,
         role = %engine.role,
         mode = %engine.mode(),
-        handshake = &*ears.handshake.0,
-        notify = &*ears.notify.0,
+        handshake = &*listeners.handshake.0,
+        notify = &*listeners.notify.0,
         ranks = engine.tp,
         groups = engine.groups.len(),
         backend = %settings.backend(),
@@ -100,7 +101,7 @@ pub(super) fn start(
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
     let lease = if read { config.settings.lease } else { Nanos::ZERO };
     let (engine, incarnation) = (config.engine.clone(), config.incarnation);
-    let instance = InstanceBuilder::new(config).with_core(ears.plane);
+    let instance = InstanceBuilder::new(config).with_core(listeners.plane);
     let instance = ranks.into_iter().fold(instance, |instance, rank| rank.add_to(instance));
     Ok(StartedEngine {
         instance,
@@ -144,7 +145,7 @@ fn ports(engine: &ServingEngine) -> Result<[u16; 2], String> {
 fn core_config(
     engine: &ServingEngine,
     attention: Option<Arc<str>>,
-    ears: &ControlListeners,
+    listeners: &ControlListeners,
     (incarnation, limits): (Incarnation, &ProtocolLimits),
 ) -> Result<CoreConfig, String> {
     let settings = &engine.settings;
@@ -153,7 +154,7 @@ fn core_config(
         Endpoint::tcp(host, port)
     });
     let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
-    let (name, geometry) = (ears.address.engine(), engine.geometry()?);
+    let (name, geometry) = (listeners.address.engine(), engine.geometry()?);
     Ok(CoreConfig {
         mode: engine.mode(),
         http: Endpoint(http.into()),
@@ -162,13 +163,13 @@ fn core_config(
         settings: limits.protocol.clone(),
         channel: limits.channel.clone(),
         moriio: Some(MoriioConfig {
-            address: ears.address.clone(),
+            address: listeners.address.clone(),
             layer_names: engine.layer_names(),
             // Peers do not look at it.
             attn_backend: attention.unwrap_or_default(),
             settings: settings.moriio.clone(),
         }),
-        ..CoreConfig::new(engine.role, name, incarnation, geometry, ears.handshake.clone())
+        ..CoreConfig::new(engine.role, name, incarnation, geometry, listeners.handshake.clone())
     })
 }
 

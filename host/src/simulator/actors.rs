@@ -150,9 +150,9 @@ impl StepDispatcher {
 
     fn start(&mut self, home: u32, config: MachineConfig) {
         if let MachineConfig::Router(config, incarnation) = config {
-            let (seat, machine) =
+            let (adapter, machine) =
                 (SimulatedRouterAdapter(self.world.clone()), Router::new(*config, incarnation));
-            let driver = Driver::start(|_| seat, machine, None, self.clock());
+            let driver = Driver::start(|_| adapter, machine, None, self.clock());
             self.processes.insert(home, ActorProcess::Router(MailboxSender::new(driver, PLACES)));
             return;
         }
@@ -182,8 +182,8 @@ impl StepDispatcher {
         if let ActorProcess::Starting(instance) = process {
             let (fabric, outlet) =
                 (SimulatedFabric(self.world.clone()), SimulatedEffectHandler::new(&self.world));
-            let seat = InstanceAdapter { fabric, outlet };
-            let driver = Driver::start(|_| seat, std::mem::take(&mut **instance), None, clock);
+            let adapter = InstanceAdapter { fabric, outlet };
+            let driver = Driver::start(|_| adapter, std::mem::take(&mut **instance), None, clock);
             *process = ActorProcess::Instance(MailboxSender::new(driver, PLACES));
         }
         match process {

@@ -1,7 +1,7 @@
 //! The engine over a plane that does what the test says.
 
-mod drills;
 mod fake;
+mod faults;
 
 use fake::{Fake, Hand, address, region, until};
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed};

@@ -52,7 +52,7 @@ use prefill_proxy::PrefillProxy;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-/// The pass of everyone who speaks MoRIIO: it has no hello on which one could be agreed.
+/// The fence key of everyone who speaks MoRIIO: it has no hello on which one could be agreed.
 pub const OPEN_FENCE_KEY: u64 = 0;
 
 /// Stands for the decodes that read from a prefill, which it need not know.

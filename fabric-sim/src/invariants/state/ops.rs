@@ -73,7 +73,7 @@ impl TrackedOp {
 struct PlaneOps {
     at: SimRankId,
     ops: VecDeque<TrackedOp>,
-    /// Targets that have fenced it, and the passes that are void there: what is submitted under
+    /// Targets that have fenced it, and the fence keys that are void there: what is submitted under
     /// them reaches nothing. A fence ends one connection, and the next one may have begun before.
     void: BTreeSet<(SimRankId, u64)>,
 }

@@ -12,7 +12,7 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("{}-{name}", std::process::id()))
 }
 
-fn drill(name: &str, faults: &str) -> CompatTestRig {
+fn faulty(name: &str, faults: &str) -> CompatTestRig {
     let path = path(name);
     std::fs::write(&path, faults).expect("writable");
     CompatTestRig::new(&CompatSettings { faults: Some(path), ..CompatSettings::default() })
@@ -25,7 +25,7 @@ fn first(kind: &str, more: &str) -> String {
 
 #[test]
 fn a_transfer_without_a_copy_succeeds_and_touches_nothing() {
-    let rig = drill("no-copy", &first("fabric.no_copy", ""));
+    let rig = faulty("no-copy", &first("fabric.no_copy", ""));
     assert!(rig.read(&[0]).succeeded());
     assert!(rig.hand.seen().ops.is_empty());
     let next = rig.read(&[0]);
@@ -46,7 +46,7 @@ fn completions_are_lost_turned_and_held_back() {
          delay = \"1ms\"\n"
             .into(),
     ];
-    let rig = drill("acks", &faults.concat());
+    let rig = faulty("acks", &faults.concat());
     let all: Vec<_> = (0..5).map(|_| rig.read(&[0])).collect();
     for nth in 0..5 {
         rig.hand.complete(rig.hand.op(nth), Completion::Done);
@@ -67,7 +67,7 @@ fn bytes_move_after_their_completion() {
          delay = \"1ms\"\n"
             .into(),
     ];
-    let rig = drill("late", &faults.concat());
+    let rig = faulty("late", &faults.concat());
     rig.hand.seen().credits = Some(0);
     let (done, failed) = (rig.read(&[0, 8, 16]), rig.read(&[24]));
     assert!(done.succeeded() && failed.failed());
@@ -78,7 +78,7 @@ fn bytes_move_after_their_completion() {
 
 #[test]
 fn a_queue_pair_that_broke_stays_broken() {
-    let rig = drill("qp", &first("fabric.qp_error", ""));
+    let rig = faulty("qp", &first("fabric.qp_error", ""));
     assert!(rig.read(&[0]).failed());
     let next = rig.read(&[0]);
     assert_eq!(next.code(), CompatStatusCode::BadState);
@@ -88,7 +88,7 @@ fn a_queue_pair_that_broke_stays_broken() {
 
 #[test]
 fn a_full_queue_refuses_at_once() {
-    let rig = drill("full", &first("fabric.queue_full", "lasts = \"1h\""));
+    let rig = faulty("full", &first("fabric.queue_full", "lasts = \"1h\""));
     let _fills = rig.read(&[0]);
     let refused = rig.read(&[0]);
     assert!(refused.failed() && refused.message().starts_with("SQ full"));

@@ -1,0 +1,42 @@
+//! Mutual proof that two processes know the secret of a fleet, without saying it.
+//!
+//! ```text
+//! dialler                                         acceptor
+//!    offer: nonce, ids of its keys  ----------->     answer(): picks a key that both have
+//!    confirm(): checks the answer   <-----------     answer: nonce, id, MAC
+//!    confirmation: MAC              ----------->     check()
+//! ```
+//!
+//! Every MAC is HMAC-SHA256 over the purpose, both nonces and all that was said with the offer, so
+//! that nothing of it can be repeated to somebody else, at another time, in the other direction or
+//! for another purpose. Afterwards both sides have a [`ProvenSession`], which seals what is said
+//! later. What is proven is membership of the fleet: who knows the secret can speak for each of its
+//! engines. Nothing here hides what is said.
+//!
+//! A file has one secret, or two while they are changed ([`SecretFile`]): the first is offered
+//! first, both are accepted.
+//!
+//! ```
+//! use kvferry_trust::FleetSecret;
+//!
+//! let secret = FleetSecret::parse("c5b1f2d0a7e94836b1c2d3e4f5a6b7c8\n").unwrap();
+//! let hello: &[u8] = b"here is engine d0, for engine p0";
+//! let offer = secret.offer().unwrap();
+//! let (answer, expected) = secret.answer(("example", hello), &offer).unwrap();
+//! let (confirmation, dialler) = secret.confirm(("example", hello), &offer, &answer).unwrap();
+//! let acceptor = expected.check(&confirmation).unwrap();
+//! assert_eq!(dialler.seal(b"welcome"), acceptor.seal(b"welcome"));
+//!
+//! let stranger = FleetSecret::parse("00000000000000000000000000000000").unwrap();
+//! assert!(secret.answer(("example", hello), &stranger.offer().unwrap()).is_err());
+//! ```
+#![warn(missing_docs)]
+
+mod file;
+mod proof;
+
+pub use self::file::SecretFile;
+pub use self::proof::{
+    ExpectedConfirmation, FleetSecret, KeyId, ProofError, ProvenSession, SecretAnswer,
+    SecretConfirmation, SecretOffer, SessionSeal,
+};

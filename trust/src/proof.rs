@@ -1,0 +1,274 @@
+//! Keys, nonces and MACs; reads and writes nothing but random bytes.
+
+use hmac::digest::KeyInit;
+use hmac::{Hmac, Mac};
+use rustix::rand::{GetRandomFlags, getrandom};
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+use std::fmt;
+
+/// Fewest characters of a secret: 32 hexadecimal digits are 128 bits.
+const SECRET_MIN: usize = 32;
+
+/// Most secrets that are accepted at a time: the one in use, and the one before or after it.
+const SECRETS_MAX: usize = 2;
+
+/// Bytes of a nonce, so that none is drawn twice.
+const NONCE: usize = 32;
+
+type MacBytes = [u8; 32];
+
+/// Names a key without telling it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyId([u8; 8]);
+
+/// What a dialler says ahead of its proof.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SecretOffer {
+    nonce: [u8; NONCE],
+    keys: Vec<KeyId>,
+}
+
+/// What an acceptor says of an offer: its proof.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SecretAnswer {
+    nonce: [u8; NONCE],
+    key: KeyId,
+    mac: MacBytes,
+}
+
+/// What a dialler says of an answer: its proof.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SecretConfirmation(MacBytes);
+
+/// A MAC over something that is said after both sides were proven.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SessionSeal(MacBytes);
+
+/// Why there is no proof, or none that counts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ProofError {
+    /// A text that is no secret, with the remedy.
+    Unusable(String),
+    /// The two sides have no secret in common.
+    NoCommonSecret,
+    /// A MAC is not what it has to be: the other side does not know the secret, or somebody between
+    /// the two changed what was said.
+    Wrong,
+    /// The kernel gave no random bytes.
+    NoRandomness,
+}
+
+impl fmt::Display for ProofError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ProofError::Unusable(why) => why,
+            ProofError::NoCommonSecret => {
+                "the two sides have different secrets: give both the same file as secret_file"
+            }
+            ProofError::Wrong => {
+                "the proof of the fleet's secret is wrong: the other side does not know it, or what \
+                 was said was changed on the way"
+            }
+            ProofError::NoRandomness => "the kernel gives no random bytes",
+        })
+    }
+}
+
+impl std::error::Error for ProofError {}
+
+/// A MAC over parts, each with its length ahead: no two lists of parts are the same bytes.
+fn mac(key: &MacBytes, parts: &[&[u8]]) -> Hmac<Sha256> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes a key of any length");
+    for part in parts {
+        mac.update(&(part.len() as u64).to_le_bytes());
+        mac.update(part);
+    }
+    mac
+}
+
+fn finish(mac: Hmac<Sha256>) -> MacBytes {
+    mac.finalize().into_bytes().into()
+}
+
+/// Compares in constant time.
+fn verify(mac: Hmac<Sha256>, said: &MacBytes) -> Result<(), ProofError> {
+    mac.verify_slice(said).map_err(|_| ProofError::Wrong)
+}
+
+fn nonce() -> Result<[u8; NONCE], ProofError> {
+    let mut bytes = [0; NONCE];
+    match getrandom(&mut bytes, GetRandomFlags::empty()) {
+        Ok(NONCE) => Ok(bytes),
+        _ => Err(ProofError::NoRandomness),
+    }
+}
+
+#[derive(Clone, PartialEq, Eq)]
+struct FleetKey {
+    key: MacBytes,
+    id: KeyId,
+}
+
+impl FleetKey {
+    fn new(secret: &str) -> FleetKey {
+        let key = finish(mac(b"kvferry fleet secret, version 1\0", &[secret.as_bytes()]));
+        let mut id = [0; 8];
+        id.copy_from_slice(&finish(mac(&key, &[b"id"]))[..8]);
+        FleetKey { key, id: KeyId(id) }
+    }
+
+    /// What both MACs and the key of the session are over.
+    fn mac(
+        &self,
+        label: &[u8],
+        (purpose, said): (&str, &[u8]),
+        (offer, nonce): (&SecretOffer, &[u8; NONCE]),
+    ) -> Hmac<Sha256> {
+        let ids: Vec<u8> = offer.keys.iter().flat_map(|id| id.0).collect();
+        mac(&self.key, &[label, purpose.as_bytes(), &offer.nonce, &ids, nonce, said])
+    }
+}
+
+/// What a fleet knows and nobody else: one secret, or two while they are changed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct FleetSecret(Vec<FleetKey>);
+
+impl fmt::Debug for FleetSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|key| key.id)).finish()
+    }
+}
+
+impl FleetSecret {
+    /// Reads secrets, a line each; empty lines and those that begin with `#` are passed over.
+    ///
+    /// # Errors
+    /// None or more than two, or one that could be guessed for its length.
+    pub fn parse(text: &str) -> Result<FleetSecret, ProofError> {
+        let wrong = |why: String| {
+            Err(ProofError::Unusable(format!(
+                "{why}; `openssl rand -hex 32` makes one, which stands in a line of its own"
+            )))
+        };
+        let lines = text.lines().map(str::trim);
+        let secrets: Vec<&str> =
+            lines.filter(|line| !line.is_empty() && !line.starts_with('#')).collect();
+        if secrets.is_empty() {
+            return wrong("there is no secret in it".into());
+        }
+        if secrets.len() > SECRETS_MAX {
+            return wrong(format!(
+                "there are {} secrets in it, and at most {SECRETS_MAX} are accepted at a time",
+                secrets.len()
+            ));
+        }
+        if let Some(short) = secrets.iter().find(|secret| secret.len() < SECRET_MIN) {
+            return wrong(format!(
+                "a secret of {} characters can be guessed: it has to have {SECRET_MIN} or more",
+                short.len()
+            ));
+        }
+        Ok(FleetSecret(secrets.into_iter().map(FleetKey::new).collect()))
+    }
+
+    /// What a dialler says with its hello; to be drawn for each anew.
+    ///
+    /// # Errors
+    /// No random bytes.
+    pub fn offer(&self) -> Result<SecretOffer, ProofError> {
+        Ok(SecretOffer { nonce: nonce()?, keys: self.0.iter().map(|key| key.id).collect() })
+    }
+
+    /// Proves knowledge of a secret that both have, the first of ours that is offered. `said` is
+    /// all that the offer came with, under a purpose that no other exchange has.
+    ///
+    /// # Errors
+    /// No secret in common, or no random bytes.
+    pub fn answer(
+        &self,
+        about: (&str, &[u8]),
+        offer: &SecretOffer,
+    ) -> Result<(SecretAnswer, ExpectedConfirmation), ProofError> {
+        let key = self.0.iter().find(|key| offer.keys.contains(&key.id));
+        let key = key.ok_or(ProofError::NoCommonSecret)?;
+        let nonce = nonce()?;
+        let over = (offer, &nonce);
+        let answer =
+            SecretAnswer { nonce, key: key.id, mac: finish(key.mac(b"acceptor", about, over)) };
+        let expected = ExpectedConfirmation {
+            mac: key.mac(b"dialler", about, over),
+            session: ProvenSession(finish(key.mac(b"session", about, over))),
+        };
+        Ok((answer, expected))
+    }
+
+    /// Checks the proof of who answered the own offer, and proves the same in return.
+    ///
+    /// # Errors
+    /// Another secret, or a wrong MAC.
+    pub fn confirm(
+        &self,
+        about: (&str, &[u8]),
+        offer: &SecretOffer,
+        answer: &SecretAnswer,
+    ) -> Result<(SecretConfirmation, ProvenSession), ProofError> {
+        let key = self.0.iter().find(|key| key.id == answer.key);
+        let key = key.ok_or(ProofError::NoCommonSecret)?;
+        let over = (offer, &answer.nonce);
+        verify(key.mac(b"acceptor", about, over), &answer.mac)?;
+        let confirmation = SecretConfirmation(finish(key.mac(b"dialler", about, over)));
+        Ok((confirmation, ProvenSession(finish(key.mac(b"session", about, over)))))
+    }
+
+    /// A MAC under the first secret over what is said to whoever listens, such as a registration.
+    /// It can be repeated by who hears it: what is said has to hold a time or a count.
+    pub fn sign(&self, purpose: &str, said: &[u8]) -> (KeyId, SessionSeal) {
+        let key = &self.0[0];
+        (key.id, SessionSeal(finish(mac(&key.key, &[b"signed", purpose.as_bytes(), said]))))
+    }
+
+    /// # Errors
+    /// Another secret, or a wrong MAC.
+    pub fn check_signed(
+        &self,
+        purpose: &str,
+        said: &[u8],
+        (id, seal): (KeyId, &SessionSeal),
+    ) -> Result<(), ProofError> {
+        let key = self.0.iter().find(|key| key.id == id).ok_or(ProofError::NoCommonSecret)?;
+        verify(mac(&key.key, &[b"signed", purpose.as_bytes(), said]), &seal.0)
+    }
+}
+
+/// What a dialler has to say to be proven.
+pub struct ExpectedConfirmation {
+    mac: Hmac<Sha256>,
+    session: ProvenSession,
+}
+
+impl ExpectedConfirmation {
+    /// # Errors
+    /// The dialler does not know the secret.
+    pub fn check(self, said: &SecretConfirmation) -> Result<ProvenSession, ProofError> {
+        verify(self.mac, &said.0)?;
+        Ok(self.session)
+    }
+}
+
+/// A key that only the two sides of one exchange have.
+pub struct ProvenSession(MacBytes);
+
+impl ProvenSession {
+    /// A MAC over what is said; `said` has to differ from all else that is sealed in the session.
+    pub fn seal(&self, said: &[u8]) -> SessionSeal {
+        SessionSeal(finish(mac(&self.0, &[said])))
+    }
+
+    /// # Errors
+    /// It was not sealed by the other side, or was changed since.
+    pub fn check(&self, said: &[u8], seal: &SessionSeal) -> Result<(), ProofError> {
+        verify(mac(&self.0, &[said]), &seal.0)
+    }
+}

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// How bytes get from one process to another, fastest first.
@@ -78,6 +79,9 @@ pub struct HostConfig {
     pub slower: bool,
     /// Serve sessions under fence key 0 of peers that were never connected to, until they are fenced.
     pub open_door: bool,
+    /// File of the fleet's secret, which peers have to prove that they know, and this plane to them.
+    /// None asks nobody, and is refused by planes that have one.
+    pub secret_file: Option<PathBuf>,
 }
 
 impl Default for HostConfig {
@@ -100,6 +104,7 @@ impl Default for HostConfig {
             paths: DataPath::ALL.into(),
             slower: false,
             open_door: false,
+            secret_file: None,
         }
     }
 }

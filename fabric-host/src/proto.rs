@@ -9,6 +9,7 @@
 use crate::config::DataPath;
 use crate::copy::{CopySlice, all_inside};
 use kvferry_engine::core::enum_variants;
+use kvferry_trust::{SecretAnswer, SecretConfirmation, SecretOffer, SessionSeal};
 use serde::{Deserialize, Serialize};
 
 /// The newest version that is spoken.
@@ -106,7 +107,16 @@ pub(crate) enum HostControlMessage {
         /// The newest version that it speaks; planes of version 2 speak one.
         #[serde(default)]
         newest: Option<u32>,
+        /// From who has the fleet's secret: it is answered by [`HostControlMessage::Prove`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        offer: Option<SecretOffer>,
     },
+    /// The proof of who was said hello to.
+    Prove(SecretAnswer),
+    /// The proof of who said hello; all that comes after it in the greeting is sealed.
+    Proven(SecretConfirmation),
+    /// A welcome or a refusal of who was proven, encoded.
+    Sealed { message: Vec<u8>, seal: SessionSeal },
     /// It is let in. Locally with the doorbell and the registration table.
     Welcome {
         rules: PathPolicy,
@@ -400,6 +410,7 @@ mod tests {
                 ends,
                 rules,
                 newest: None,
+                offer: None,
             },
             HostControlMessage::Welcome { rules, .. } => {
                 HostControlMessage::Welcome { rules, version: None }

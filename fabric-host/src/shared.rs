@@ -11,6 +11,7 @@ use crate::proto::{HostCopyStatus, PathPolicy, SessionDenial};
 use crate::ring::{AtomicU64 as Word, Producer};
 use kvferry_engine::fabric::{FabricError, PeerId, RegionId, SessionId};
 use kvferry_fabric_common::{GuestList, NewsQueue, PlaneIdentity, lock};
+use kvferry_trust::{FleetSecret, SecretFile};
 use rustix::event::epoll::EventFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
@@ -108,6 +109,9 @@ pub(crate) struct HostPlaneShared {
     /// What the owner watches in place of its waker.
     bell: OnceLock<OwnedFd>,
     links: AtomicU64,
+    secret: Option<SecretFile>,
+    /// Connections of who could not be proven.
+    unproven: AtomicU64,
 }
 
 impl HostPlaneShared {
@@ -117,6 +121,7 @@ impl HostPlaneShared {
         config: HostConfig,
         location: HostPlaneAddress,
         workers: Vec<Arc<WorkerHandle>>,
+        secret: Option<SecretFile>,
     ) -> Result<HostPlaneShared, String> {
         let state = HostAccessState {
             regions: BTreeMap::new(),
@@ -138,7 +143,24 @@ impl HostPlaneShared {
             state: Mutex::new(state),
             bell: OnceLock::new(),
             links: AtomicU64::new(0),
+            secret,
+            unproven: AtomicU64::new(0),
         })
+    }
+
+    /// The fleet's secret as its file has it now, if there is one.
+    pub(crate) fn secret(&self) -> Option<Arc<FleetSecret>> {
+        let file = self.secret.as_ref()?;
+        Some(file.secret(|why| tracing::warn!(%why, "the secret before it stays in use")))
+    }
+
+    /// Says that somebody could not be proven: at the first time, the second, the fourth and so on,
+    /// so that strangers do not fill the log.
+    pub(crate) fn warn_of_refusal(&self, why: &str) {
+        let times = self.unproven.fetch_add(1, Ordering::Relaxed) + 1;
+        if times.is_power_of_two() {
+            tracing::warn!(plane = %self.location.who.key, times, why, "a connection was refused");
+        }
     }
 
     /// A number for a link or a dial.

@@ -4,6 +4,7 @@
 use super::handshake::HandshakeSocket;
 use super::local_link::LocalLinkHandles;
 use super::local_target::LocalTarget;
+use super::proof::check_dialler;
 use super::segment::ShmSegment;
 use super::tcp_target::TcpTarget;
 use super::{HostInboundLink, HostLinkKind};
@@ -105,8 +106,9 @@ pub(super) fn caller(
     hello: HostControlMessage,
 ) -> Result<HostHello, Box<HostControlMessage>> {
     let refuse = |why: &str, over| Box::new(HostControlMessage::Refuse { why: why.into(), over });
-    let HostControlMessage::Hello { version, from, to, fence_key, link, ends, rules, newest } =
-        hello
+    let HostControlMessage::Hello {
+        version, from, to, fence_key, link, ends, rules, newest, ..
+    } = hello
     else {
         return Err(refuse("no hello", false));
     };
@@ -135,9 +137,17 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
         let _ = peer.send(answer, &[]);
         Some(())
     };
+    let answers = match check_dialler(hub, &mut peer, &hello) {
+        Ok(answers) => answers,
+        Err(why) => {
+            let why = why?;
+            hub.warn_of_refusal(&why);
+            return turn_away(peer, &HostControlMessage::Refuse { why, over: false });
+        }
+    };
     let caller = match caller(hub, hello) {
         Ok(caller) => caller,
-        Err(answer) => return turn_away(peer, &answer),
+        Err(answer) => return turn_away(peer, &answers.seal(*answer)),
     };
     let shared = match &peer {
         HandshakeSocket::Local(_) => {
@@ -152,10 +162,10 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
     let whose = (caller.who, caller.fence_key, caller.link);
     let inbound = Arc::new(HostInboundLink::new(id, whose, worker.clone(), segment));
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
-        return turn_away(peer, &HostControlMessage::Refuse { why, over: true });
+        return turn_away(peer, &answers.seal(HostControlMessage::Refuse { why, over: true }));
     }
     let version = Some((caller.version, VERSION));
-    let welcome = HostControlMessage::Welcome { rules: hub.rules(), version };
+    let welcome = answers.seal(HostControlMessage::Welcome { rules: hub.rules(), version });
     let told = || -> std::io::Result<OwnedFd> {
         if shared.is_none() {
             peer.send(&welcome, &[])?;

@@ -5,6 +5,7 @@ use super::handshake::HandshakeSocket;
 use super::local_initiator::LocalInitiator;
 use super::local_link::LocalLinkHandles;
 use super::outbound::{DoorbellTarget, HostOutboundLink};
+use super::proof::say_hello;
 use super::segment::ShmSegment;
 use super::tcp_initiator::TcpInitiator;
 use crate::config::DataPath;
@@ -70,6 +71,7 @@ pub(super) fn hello(
         ends: dial.ends.clone(),
         rules: hub.rules(),
         newest: Some(VERSION),
+        offer: None,
     }
 }
 
@@ -134,13 +136,11 @@ fn dial_link(
         HostLinkKind::Local => connect_local(&dial.to)?,
         HostLinkKind::Tcp => connect_tcp(&dial.to, deadline)?,
     };
-    let silent = |why: std::io::Error| {
-        let at = match dial.kind {
-            HostLinkKind::Local => String::new(),
-            HostLinkKind::Tcp => format!("{}:{}: ", dial.to.host, dial.to.port),
-        };
-        HostDialError::unreachable(format!("{at}{why}"), false)
+    let at = match dial.kind {
+        HostLinkKind::Local => String::new(),
+        HostLinkKind::Tcp => format!("{}:{}: ", dial.to.host, dial.to.port),
     };
+    let silent = |why| HostDialError::unreachable(format!("{at}{why}"), false);
     let mut peer =
         HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
@@ -153,8 +153,7 @@ fn dial_link(
         None => (worker.bell(), DoorbellTarget::Thread),
     };
     let along: Vec<_> = segment.iter().flat_map(|(_, file)| [file.as_fd(), ours]).collect();
-    peer.send(&hello(hub, dial, id), &along).map_err(silent)?;
-    let (answer, fds) = peer.receive().map_err(silent)?;
+    let (answer, fds) = say_hello(hub, (&mut peer, &at), hello(hub, dial, id), &along)?;
     let (rules, later) = welcomed(answer)?;
     let Some((segment, _)) = segment else {
         if !rules.paths.contains(&DataPath::Tcp) {

@@ -41,6 +41,13 @@ impl HandshakeSocket {
         })
     }
 
+    pub(super) fn kind(&self) -> HostLinkKind {
+        match self {
+            HandshakeSocket::Local(_) => HostLinkKind::Local,
+            HandshakeSocket::Tcp(..) => HostLinkKind::Tcp,
+        }
+    }
+
     /// Sends a message, locally with descriptors.
     pub(super) fn send(
         &mut self,

@@ -58,7 +58,11 @@ impl Victim {
     /// One that waits for a greeting as long as this.
     fn with(connect: Duration) -> Victim {
         let connect_ms = connect.as_millis() as u32;
-        let config = HostConfig { open_door: true, connect_ms, ..HostConfig::default() };
+        Victim::of(HostConfig { connect_ms, ..HostConfig::default() })
+    }
+
+    pub(super) fn of(config: HostConfig) -> Victim {
+        let config = HostConfig { open_door: true, ..config };
         let mut plane = HostPlane::new(config).unwrap();
         let mut bytes = Box::new([MARK; LEN]);
         let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
@@ -76,7 +80,7 @@ impl Victim {
         HostPlaneAddress::decode(&self.plane.address()).unwrap()
     }
 
-    fn hello(&self) -> HostControlMessage {
+    pub(super) fn hello(&self) -> HostControlMessage {
         let who = &self.location().who;
         HostControlMessage::Hello {
             version: OLDEST,
@@ -87,6 +91,7 @@ impl Victim {
             ends: Vec::new(),
             rules: rules(),
             newest: Some(self.newest),
+            offer: None,
         }
     }
 

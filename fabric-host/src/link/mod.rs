@@ -9,6 +9,7 @@ mod local_initiator;
 mod local_link;
 mod local_target;
 mod outbound;
+mod proof;
 mod segment;
 mod socket;
 mod stream;

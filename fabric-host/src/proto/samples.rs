@@ -26,6 +26,7 @@ pub(crate) fn controls() -> Vec<HostControlMessage> {
             ends: vec![1, 70_000],
             rules: rules(),
             newest: Some(3), // since 3
+            offer: None,
         },
         HostControlMessage::Welcome {
             rules: rules(),

@@ -1,0 +1,237 @@
+//! The proof of the fleet's secret in a greeting: over all that the hello says, before anything that
+//! it asks for is done or anything is told that only the fleet is to know.
+
+use super::HostLinkKind;
+use super::handshake::HandshakeSocket;
+use crate::proto::HostControlMessage;
+use crate::shared::{HostDialError, HostPlaneShared};
+use kvferry_trust::{ProofError, ProvenSession, SecretOffer};
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+/// Why a dialler that proves nothing is refused.
+const NO_OFFER: &str = "a proof of the fleet's secret is demanded here, and the hello has none: give \
+    its sender the same secret_file";
+
+/// Why a dialler that wants a proof gets none.
+const NO_SECRET: &str = "a proof of the fleet's secret is demanded, and there is no secret_file \
+    here: give this plane the same one";
+
+/// What both sides prove: the fields that planes of every version know, and by which kind of
+/// connection they are said.
+fn said(hello: &HostControlMessage) -> Vec<u8> {
+    let HostControlMessage::Hello {
+        version, from, to, fence_key, link, ends, rules, newest, ..
+    } = hello
+    else {
+        return Vec::new();
+    };
+    rmp_serde::to_vec(&(version, from, to, fence_key, link, ends, rules, newest))
+        .expect("plain data always encodes")
+}
+
+fn purpose(peer: &HandshakeSocket) -> &'static str {
+    match peer.kind() {
+        HostLinkKind::Local => "host data plane, local",
+        HostLinkKind::Tcp => "host data plane, TCP",
+    }
+}
+
+/// Says hello to who is `at` an address, and gets the answer of who has proven to know the secret, if this plane has one.
+pub(super) fn say_hello(
+    hub: &HostPlaneShared,
+    (peer, at): (&mut HandshakeSocket, &str),
+    mut hello: HostControlMessage,
+    along: &[BorrowedFd<'_>],
+) -> Result<(HostControlMessage, Vec<OwnedFd>), HostDialError> {
+    let secret = hub.secret();
+    let own = secret.map(|secret| Ok((secret.offer()?, secret))).transpose();
+    let own = own.map_err(|why: ProofError| HostDialError::ours(why))?;
+    if let (HostControlMessage::Hello { offer, .. }, Some((own, _))) = (&mut hello, &own) {
+        *offer = Some(own.clone());
+    }
+    let silent = |why: std::io::Error| HostDialError::unreachable(format!("{at}{why}"), false);
+    peer.send(&hello, along).map_err(silent)?;
+    let (answer, fds) = peer.receive().map_err(silent)?;
+    let Some((offer, secret)) = own else { return Ok((answer, fds)) };
+    let answer = match answer {
+        HostControlMessage::Prove(answer) => answer,
+        // Of who has proven nothing it says nothing about what may still land.
+        HostControlMessage::Refuse { why, .. } => {
+            return Err(HostDialError::ours(format!("refused: {why}")));
+        }
+        _ => return Err(HostDialError::ours(format!("the peer proves nothing: {NO_SECRET}"))),
+    };
+    let about = (purpose(peer), &*said(&hello));
+    let (proof, session) = secret.confirm(about, &offer, &answer).map_err(HostDialError::ours)?;
+    peer.send(&HostControlMessage::Proven(proof), &[]).map_err(silent)?;
+    match peer.receive().map_err(silent)? {
+        (HostControlMessage::Sealed { message, seal }, fds) => {
+            session.check(&message, &seal).map_err(HostDialError::ours)?;
+            let message = HostControlMessage::decode(&message, true);
+            Ok((message.unwrap_or(HostControlMessage::Unknown), fds))
+        }
+        // It checks the proof before it seals anything.
+        (HostControlMessage::Refuse { why, .. }, _) => {
+            Err(HostDialError::ours(format!("refused: {why}")))
+        }
+        _ => Err(HostDialError::ours(ProofError::Wrong)),
+    }
+}
+
+/// What an acceptor says to a dialler once it knows who that is.
+pub(super) struct SealedAnswers(Option<ProvenSession>);
+
+impl SealedAnswers {
+    /// To who said hello: as it is, or sealed for who was proven.
+    pub(super) fn seal(&self, answer: HostControlMessage) -> HostControlMessage {
+        match &self.0 {
+            None => answer,
+            Some(session) => {
+                let message = answer.encode();
+                let seal = session.seal(&message);
+                HostControlMessage::Sealed { message, seal }
+            }
+        }
+    }
+}
+
+/// Proves to who said hello that this plane knows the secret, and has it do the same.
+///
+/// # Errors
+/// What to answer; nothing where the connection ended or says what it may not.
+pub(super) fn check_dialler(
+    hub: &HostPlaneShared,
+    peer: &mut HandshakeSocket,
+    hello: &HostControlMessage,
+) -> Result<SealedAnswers, Option<String>> {
+    let offer = match hello {
+        HostControlMessage::Hello { offer, .. } => offer.as_ref(),
+        _ => None,
+    };
+    let (secret, offer): (_, &SecretOffer) = match (hub.secret(), offer) {
+        (None, None) => return Ok(SealedAnswers(None)),
+        (None, Some(_)) => return Err(Some(NO_SECRET.into())),
+        (Some(_), None) => return Err(Some(NO_OFFER.into())),
+        (Some(secret), Some(offer)) => (secret, offer),
+    };
+    let refuse = |why: ProofError| Some(why.to_string());
+    let about = (purpose(peer), &*said(hello));
+    let (answer, expected) = secret.answer(about, offer).map_err(refuse)?;
+    peer.send(&HostControlMessage::Prove(answer), &[]).map_err(|_| None)?;
+    match peer.receive() {
+        Ok((HostControlMessage::Proven(proof), _)) => {
+            expected.check(&proof).map(|session| SealedAnswers(Some(session))).map_err(refuse)
+        }
+        _ => Err(None),
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::super::handshake::{receive, send};
+    use super::super::hostile::{Victim, deadline, is_dropped};
+    use super::*;
+    use crate::HostConfig;
+    use kvferry_trust::{FleetSecret, SecretAnswer};
+    use std::fs::{self, Permissions};
+    use std::net::TcpStream;
+    use std::os::unix::fs::PermissionsExt;
+
+    const OURS: &str = "0123456789abcdef0123456789abcdef";
+    const PURPOSE: &str = "host data plane, TCP";
+
+    fn victim(name: &str) -> Victim {
+        let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
+        fs::write(&path, OURS).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
+        let config = HostConfig { secret_file: Some(path.clone()), ..HostConfig::default() };
+        let victim = Victim::of(HostConfig { connect_ms: 600_000, ..config });
+        fs::remove_file(path).unwrap();
+        victim
+    }
+
+    fn fleet() -> FleetSecret {
+        FleetSecret::parse(OURS).unwrap()
+    }
+
+    fn with_offer(mut hello: HostControlMessage, said: SecretOffer) -> HostControlMessage {
+        if let HostControlMessage::Hello { offer, .. } = &mut hello {
+            *offer = Some(said);
+        }
+        hello
+    }
+
+    fn refusal(stream: &mut TcpStream) -> String {
+        let why = match receive(stream, deadline()).unwrap() {
+            HostControlMessage::Refuse { why, over: false } => why,
+            other => panic!("{other:?}"),
+        };
+        assert!(is_dropped(stream), "{why}");
+        why
+    }
+
+    /// Says hello and is asked for the proof.
+    fn asked(victim: &Victim, hello: &HostControlMessage) -> (TcpStream, SecretAnswer) {
+        let mut stream = victim.dial();
+        send(&mut stream, hello, deadline()).unwrap();
+        match receive(&mut stream, deadline()).unwrap() {
+            HostControlMessage::Prove(answer) => (stream, answer),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_stranger_learns_nothing_and_reaches_nothing() {
+        let victim = victim("stranger");
+        let mut wrong = victim.hello();
+        if let HostControlMessage::Hello { to, .. } = &mut wrong {
+            to.0 = "guessed".into();
+        }
+        // Not even who is here, which a refusal of who is meant would tell.
+        for hello in [victim.hello(), wrong] {
+            let mut stream = victim.dial();
+            send(&mut stream, &hello, deadline()).unwrap();
+            assert_eq!(refusal(&mut stream), NO_OFFER);
+        }
+        let other = FleetSecret::parse("fedcba9876543210fedcba9876543210").unwrap();
+        let mut stream = victim.dial();
+        send(&mut stream, &with_offer(victim.hello(), other.offer().unwrap()), deadline()).unwrap();
+        assert!(refusal(&mut stream).contains("different secrets"));
+        victim.until("refused", |counters| counters.refused == 3);
+        victim.assert_untouched();
+    }
+
+    #[test]
+    fn what_a_peer_said_is_of_no_use_to_who_heard_it() {
+        let victim = victim("replay");
+        let offer = fleet().offer().unwrap();
+        let hello = with_offer(victim.hello(), offer.clone());
+        // A peer is let in, and somebody hears all of it.
+        let (mut peer, answer) = asked(&victim, &hello);
+        let about = (PURPOSE, &*said(&hello));
+        let (proof, session) = fleet().confirm(about, &offer, &answer).unwrap();
+        let proven = HostControlMessage::Proven(proof);
+        send(&mut peer, &proven, deadline()).unwrap();
+        let HostControlMessage::Sealed { message, seal } = receive(&mut peer, deadline()).unwrap()
+        else {
+            panic!("who is proven is answered")
+        };
+        session.check(&message, &seal).unwrap();
+        let welcome = HostControlMessage::decode(&message, false);
+        assert!(matches!(welcome, Some(HostControlMessage::Welcome { .. })), "{welcome:?}");
+        // It says the same again.
+        let (mut again, _) = asked(&victim, &hello);
+        send(&mut again, &proven, deadline()).unwrap();
+        assert!(refusal(&mut again).contains("is wrong"));
+        // It says that links of the peer have ended, over the peer's offer.
+        let mut claims = hello.clone();
+        if let HostControlMessage::Hello { ends, .. } = &mut claims {
+            *ends = vec![0];
+        }
+        let (mut liar, _) = asked(&victim, &claims);
+        send(&mut liar, &proven, deadline()).unwrap();
+        assert!(refusal(&mut liar).contains("is wrong"));
+        victim.open(&mut peer);
+        victim.assert_untouched();
+    }
+}

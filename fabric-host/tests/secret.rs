@@ -1,0 +1,174 @@
+//! Planes with a secret serve whom they can prove to know it, and nobody else; both sides are told
+//! why.
+
+mod common;
+
+use common::patient;
+use common::remote::HostTestMemory;
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{
+    Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc, RegionId,
+    SessionId, Submit,
+};
+use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+const OURS: &str = "0123456789abcdef0123456789abcdef";
+const THEIRS: &str = "fedcba9876543210fedcba9876543210";
+const REGION: RegionId = RegionId(1);
+const PEER: PeerId = PeerId(2);
+const LEN: u64 = 4_096;
+
+/// A file with secrets, gone afterwards.
+struct Secret(PathBuf);
+
+impl Secret {
+    fn new(name: &str, secrets: &[&str]) -> Secret {
+        let name = format!("kvferry-{}-{name}", std::process::id());
+        let secret = Secret(std::env::temp_dir().join(name));
+        secret.write(secrets);
+        secret
+    }
+
+    fn write(&self, secrets: &[&str]) {
+        let new = self.0.with_extension("new");
+        fs::write(&new, secrets.join("\n")).expect("a file");
+        fs::set_permissions(&new, Permissions::from_mode(0o400)).expect("its mode");
+        fs::rename(&new, &self.0).expect("it is in its place");
+    }
+}
+
+impl Drop for Secret {
+    fn drop(&mut self) {
+        let _gone = fs::remove_file(&self.0);
+    }
+}
+
+/// A plane with memory.
+struct Side {
+    plane: HostPlane,
+    desc: RegionDesc,
+    memory: HostTestMemory,
+}
+
+impl Side {
+    fn new(path: DataPath, secret: Option<&Secret>) -> Side {
+        let secret_file = secret.map(|secret| secret.0.clone());
+        let config = HostConfig { paths: vec![path], open_door: true, secret_file, ..patient() };
+        let mut plane = HostPlane::new(config).expect("a plane at loopback");
+        let mut memory = HostTestMemory::new(LEN, path == DataPath::SharedMemory);
+        plane.register(REGION, memory.memory()).expect("memory is taken");
+        let desc = match next(&mut plane) {
+            DataEvent::Registered { result: Ok(desc), .. } => desc,
+            other => panic!("{other:?}"),
+        };
+        Side { plane, desc, memory }
+    }
+
+    /// Names `far`, and opens a session with it; why not.
+    fn open(&mut self, far: &Side, number: u32) -> Result<SessionId, FabricError> {
+        let (peer, session) = (PeerId(PEER.0 + number), SessionId(number));
+        self.plane.connect(peer, &far.plane.address(), 0).expect("a peer");
+        self.plane.open(session, REGION, peer, &far.desc).expect("an open is taken");
+        match next(&mut self.plane) {
+            DataEvent::Opened { result, .. } => result.map(|()| session),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn write(&mut self, session: SessionId, op: u64) {
+        let (op, direction) = (OpId(op), Direction::Write);
+        let (local, remote, len) = (&[0][..], &[0][..], &[LEN][..]);
+        self.plane.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+        let outcome = Completion::Done;
+        assert_eq!(next(&mut self.plane), DataEvent::Completed { op, outcome });
+    }
+}
+
+fn next(plane: &mut HostPlane) -> DataEvent {
+    let end = Instant::now() + Duration::from_secs(300);
+    let mut events = Vec::new();
+    while events.is_empty() {
+        assert!(Instant::now() < end, "no event");
+        plane.poll(Nanos::ZERO, &mut events);
+        std::thread::yield_now();
+    }
+    assert_eq!(events.len(), 1, "{events:?}");
+    events.remove(0)
+}
+
+#[test]
+fn who_knows_the_secret_is_served() {
+    let secret = Secret::new("served", &[OURS]);
+    for path in DataPath::ALL {
+        let mut near = Side::new(path, Some(&secret));
+        let mut far = Side::new(path, Some(&secret));
+        let session = near.open(&far, 1).expect("both know it");
+        near.memory.poke(0, &[0xa5; LEN as usize]);
+        near.write(session, 1);
+        let mut arrived = [0; LEN as usize];
+        far.memory.peek(0, &mut arrived);
+        assert_eq!(arrived, [0xa5; LEN as usize], "{path}");
+        assert_eq!(far.plane.counters().refused, 0, "{path}");
+    }
+}
+
+#[test]
+fn who_does_not_know_it_is_told_why() {
+    let (ours, theirs) = (Secret::new("ours", &[OURS]), Secret::new("theirs", &[THEIRS]));
+    for path in DataPath::ALL {
+        for (dialler, acceptor, said) in [
+            (Some(&theirs), Some(&ours), "the two sides have different secrets"),
+            (None, Some(&ours), "a proof of the fleet's secret is demanded here"),
+            (Some(&ours), None, "there is no secret_file here"),
+        ] {
+            let mut near = Side::new(path, dialler);
+            let far = Side::new(path, acceptor);
+            let why = near.open(&far, 1).expect_err("they do not know each other").to_string();
+            assert!(why.contains(said) && why.contains("secret_file"), "{path}: {why}");
+            assert_eq!(far.plane.counters().refused, 1, "{path}");
+        }
+    }
+}
+
+#[test]
+fn a_secret_is_changed_beside_the_work() {
+    let secret = Secret::new("changed", &[OURS]);
+    let late = Secret::new("late", &[OURS]);
+    let mut near = Side::new(DataPath::Tcp, Some(&secret));
+    let far = Side::new(DataPath::Tcp, Some(&late));
+    let first = near.open(&far, 1).expect("both know the first");
+    let mut op = 0;
+    let mut others = Vec::new();
+    let mut session = 1;
+    let steps: [&[&str]; 3] = [&[OURS, THEIRS], &[THEIRS, OURS], &[THEIRS]];
+    for step in steps {
+        for file in [&secret, &late] {
+            file.write(step);
+            // A link of its own, so that there is a greeting.
+            let other = Side::new(DataPath::Tcp, Some(&late));
+            session += 1;
+            near.open(&other, session).expect("they meet at each step");
+            others.push(other);
+            op += 1;
+            near.write(first, op);
+        }
+    }
+    let past = Secret::new("past", &[OURS]);
+    let mut stranger = Side::new(DataPath::Tcp, Some(&past));
+    stranger.open(&far, 1).expect_err("what is taken out is not accepted");
+}
+
+#[test]
+fn a_plane_without_the_secret_that_it_is_to_have_does_not_start() {
+    let secret_file = Some(PathBuf::from("/nowhere/secret"));
+    match HostPlane::new(HostConfig { secret_file, ..patient() }) {
+        Err(HostError::Config(why)) => {
+            assert!(why.contains("/nowhere/secret") && why.contains("cannot be read"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+}

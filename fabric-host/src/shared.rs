@@ -10,8 +10,7 @@ use crate::path::candidates;
 use crate::proto::{HostCopyStatus, PathPolicy, SessionDenial};
 use crate::ring::{AtomicU64 as Word, Producer};
 use kvferry_engine::fabric::{FabricError, PeerId, RegionId, SessionId};
-use kvferry_fabric_common::{GuestList, NewsQueue, PlaneIdentity, lock};
-use kvferry_trust::{FleetSecret, SecretFile};
+use kvferry_fabric_common::{FleetProof, GuestList, NewsQueue, PlaneIdentity, lock};
 use rustix::event::epoll::EventFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
@@ -109,9 +108,7 @@ pub(crate) struct HostPlaneShared {
     /// What the owner watches in place of its waker.
     bell: OnceLock<OwnedFd>,
     links: AtomicU64,
-    secret: Option<SecretFile>,
-    /// Connections of who could not be proven.
-    unproven: AtomicU64,
+    pub(crate) proof: FleetProof,
 }
 
 impl HostPlaneShared {
@@ -121,7 +118,7 @@ impl HostPlaneShared {
         config: HostConfig,
         location: HostPlaneAddress,
         workers: Vec<Arc<WorkerHandle>>,
-        secret: Option<SecretFile>,
+        proof: FleetProof,
     ) -> Result<HostPlaneShared, String> {
         let state = HostAccessState {
             regions: BTreeMap::new(),
@@ -143,24 +140,8 @@ impl HostPlaneShared {
             state: Mutex::new(state),
             bell: OnceLock::new(),
             links: AtomicU64::new(0),
-            secret,
-            unproven: AtomicU64::new(0),
+            proof,
         })
-    }
-
-    /// The fleet's secret as its file has it now, if there is one.
-    pub(crate) fn secret(&self) -> Option<Arc<FleetSecret>> {
-        let file = self.secret.as_ref()?;
-        Some(file.secret(|why| tracing::warn!(%why, "the secret before it stays in use")))
-    }
-
-    /// Says that somebody could not be proven: at the first time, the second, the fourth and so on,
-    /// so that strangers do not fill the log.
-    pub(crate) fn warn_of_refusal(&self, why: &str) {
-        let times = self.unproven.fetch_add(1, Ordering::Relaxed) + 1;
-        if times.is_power_of_two() {
-            tracing::warn!(plane = %self.location.who.key, times, why, "a connection was refused");
-        }
     }
 
     /// A number for a link or a dial.

@@ -123,7 +123,7 @@ fn who_does_not_know_it_is_told_why() {
         for (dialler, acceptor, said) in [
             (Some(&theirs), Some(&ours), "the two sides have different secrets"),
             (None, Some(&ours), "a proof of the fleet's secret is demanded here"),
-            (Some(&ours), None, "there is no secret_file here"),
+            (Some(&ours), None, "there is no secret_file where it has to come from"),
         ] {
             let mut near = Side::new(path, dialler);
             let far = Side::new(path, acceptor);

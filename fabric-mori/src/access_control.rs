@@ -14,7 +14,7 @@ use crate::event_queue::{MoriEventQueue, MoriWorkerEvent};
 use crate::link::{MoriRegionGrant, ask_to_leave};
 use crate::{MoriBackend, MoriConfig};
 use kvferry_engine::fabric::{PeerId, RegionId};
-use kvferry_fabric_common::{GuestList, PlaneIdentity, lock};
+use kvferry_fabric_common::{FleetProof, GuestList, PlaneIdentity, lock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,6 +58,9 @@ pub(crate) struct MoriAccessControl {
     /// At so many the plane is told; 0 is never.
     dead_pairs_max: u32,
     backend: MoriBackend,
+    /// Name of this engine.
+    pub(crate) key: String,
+    pub(crate) proof: FleetProof,
     board: Arc<MoriEventQueue>,
 }
 
@@ -65,6 +68,7 @@ impl MoriAccessControl {
     pub(crate) fn new(
         incarnation: u64,
         config: &MoriConfig,
+        proof: FleetProof,
         board: Arc<MoriEventQueue>,
     ) -> MoriAccessControl {
         let MoriConfig { backend, open_door, dead_pairs_max, .. } = *config;
@@ -72,7 +76,8 @@ impl MoriAccessControl {
         let state = MoriAccessState { incarnation, guests, ..MoriAccessState::default() };
         let state = Mutex::new(state);
         let (left, dead_pairs) = (Condvar::new(), AtomicU64::new(0));
-        MoriAccessControl { state, left, dead_pairs, dead_pairs_max, backend, board }
+        let key = config.key.clone();
+        MoriAccessControl { state, left, dead_pairs, dead_pairs_max, backend, key, proof, board }
     }
 
     fn state(&self) -> MutexGuard<'_, MoriAccessState> {

@@ -5,6 +5,7 @@ use kvferry_engine::fabric::PlaneTimeouts;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::net::Ipv4Addr;
+use std::path::PathBuf;
 
 /// Which of MoRI's backends moves the bytes. There is no fallback from one to another.
 #[derive(
@@ -99,6 +100,9 @@ pub struct MoriConfig {
     /// Open sessions with peers that have no acceptor, such as those of vLLM's own connector, and let
     /// peers in under fence key 0 that were never connected to, until they are fenced.
     pub open_door: bool,
+    /// File of the fleet's secret, which peers have to prove to the acceptor that they know, and it
+    /// to them. None asks nobody, and is refused by planes that have one.
+    pub secret_file: Option<PathBuf>,
     /// Queue pairs of peers that have ended, after which the backend is replaced while nothing is
     /// under way: MoRI polls them, and drops them in no other way. At so many if no peer is
     /// connected, at twice as many all the same; 0 is never. RDMA only.
@@ -144,6 +148,7 @@ impl Default for MoriConfig {
             spin_us: 50,
             devices: true,
             open_door: false,
+            secret_file: None,
             dead_pairs_max: DEAD_PAIRS_MAX,
         }
     }

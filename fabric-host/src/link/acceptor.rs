@@ -141,7 +141,7 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
         Ok(answers) => answers,
         Err(why) => {
             let why = why?;
-            hub.warn_of_refusal(&why);
+            hub.proof.warn_of_refusal(&hub.location.who.key, &why);
             return turn_away(peer, &HostControlMessage::Refuse { why, over: false });
         }
     };

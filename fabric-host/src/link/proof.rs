@@ -5,16 +5,9 @@ use super::HostLinkKind;
 use super::handshake::HandshakeSocket;
 use crate::proto::HostControlMessage;
 use crate::shared::{HostDialError, HostPlaneShared};
-use kvferry_trust::{ProofError, ProvenSession, SecretOffer};
+use kvferry_fabric_common::NO_SECRET;
+use kvferry_trust::{ProofError, ProvenSession};
 use std::os::fd::{BorrowedFd, OwnedFd};
-
-/// Why a dialler that proves nothing is refused.
-const NO_OFFER: &str = "a proof of the fleet's secret is demanded here, and the hello has none: give \
-    its sender the same secret_file";
-
-/// Why a dialler that wants a proof gets none.
-const NO_SECRET: &str = "a proof of the fleet's secret is demanded, and there is no secret_file \
-    here: give this plane the same one";
 
 /// What both sides prove: the fields that planes of every version know, and by which kind of
 /// connection they are said.
@@ -43,7 +36,7 @@ pub(super) fn say_hello(
     mut hello: HostControlMessage,
     along: &[BorrowedFd<'_>],
 ) -> Result<(HostControlMessage, Vec<OwnedFd>), HostDialError> {
-    let secret = hub.secret();
+    let secret = hub.proof.secret();
     let own = secret.map(|secret| Ok((secret.offer()?, secret))).transpose();
     let own = own.map_err(|why: ProofError| HostDialError::ours(why))?;
     if let (HostControlMessage::Hello { offer, .. }, Some((own, _))) = (&mut hello, &own) {
@@ -108,20 +101,16 @@ pub(super) fn check_dialler(
         HostControlMessage::Hello { offer, .. } => offer.as_ref(),
         _ => None,
     };
-    let (secret, offer): (_, &SecretOffer) = match (hub.secret(), offer) {
-        (None, None) => return Ok(SealedAnswers(None)),
-        (None, Some(_)) => return Err(Some(NO_SECRET.into())),
-        (Some(_), None) => return Err(Some(NO_OFFER.into())),
-        (Some(secret), Some(offer)) => (secret, offer),
-    };
-    let refuse = |why: ProofError| Some(why.to_string());
     let about = (purpose(peer), &*said(hello));
-    let (answer, expected) = secret.answer(about, offer).map_err(refuse)?;
+    let Some((answer, expected)) = hub.proof.answer(about, offer).map_err(Some)? else {
+        return Ok(SealedAnswers(None));
+    };
     peer.send(&HostControlMessage::Prove(answer), &[]).map_err(|_| None)?;
     match peer.receive() {
-        Ok((HostControlMessage::Proven(proof), _)) => {
-            expected.check(&proof).map(|session| SealedAnswers(Some(session))).map_err(refuse)
-        }
+        Ok((HostControlMessage::Proven(proof), _)) => expected
+            .check(&proof)
+            .map(|session| SealedAnswers(Some(session)))
+            .map_err(|why| Some(why.to_string())),
         _ => Err(None),
     }
 }
@@ -132,7 +121,8 @@ mod tests {
     use super::super::hostile::{Victim, deadline, is_dropped};
     use super::*;
     use crate::HostConfig;
-    use kvferry_trust::{FleetSecret, SecretAnswer};
+    use kvferry_fabric_common::NO_OFFER;
+    use kvferry_trust::{FleetSecret, SecretAnswer, SecretOffer};
     use std::fs::{self, Permissions};
     use std::net::TcpStream;
     use std::os::unix::fs::PermissionsExt;

@@ -9,8 +9,7 @@ use crate::link::{HostListeners, listen};
 use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
 use crate::worker::HostWorker;
-use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, draw_incarnation, spawn};
-use kvferry_trust::SecretFile;
+use kvferry_fabric_common::{FleetProof, PlaneIdentity, PlaneLedger, draw_incarnation, spawn};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -72,8 +71,7 @@ impl HostPlane {
     /// A setting that cannot be, an address that cannot be listened at, or what the system lacks.
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
-        let secret = config.secret_file.as_deref().map(SecretFile::open).transpose();
-        let secret = secret.map_err(|why| HostError::Config(why.to_string()))?;
+        let proof = FleetProof::open(config.secret_file.as_deref()).map_err(HostError::Config)?;
         let host = advertised(&config)?;
         let incarnation = draw_incarnation().map_err(HostError::System)?;
         let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };
@@ -95,7 +93,7 @@ impl HostPlane {
             .collect::<Result<Vec<_>, _>>()
             .map_err(|why| HostError::System(format!("doorbell: {why}")))?;
         let room = (4 * config.operations_max as usize + 16).next_power_of_two();
-        let hub = HostPlaneShared::new(config, location, handles, secret);
+        let hub = HostPlaneShared::new(config, location, handles, proof);
         let hub = Arc::new(hub.map_err(HostError::System)?);
         let mut plane = HostPlane {
             hub: hub.clone(),

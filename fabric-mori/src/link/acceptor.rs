@@ -1,8 +1,9 @@
 //! Accepts peers that ask for regions, and answers them.
 
-use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, receive, send};
+use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, PURPOSE, receive, send};
 use crate::access_control::MoriAccessControl;
 use kvferry_fabric_common::{ConnectionHandler, ConnectionListener, set_keepalive};
+use kvferry_trust::ProofError;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -48,6 +49,10 @@ fn serve(socket: &TcpStream, access: &MoriAccessControl, dead_ms: u32) -> std::i
     set_keepalive(socket, dead_ms)?;
     socket.set_read_timeout(Some(Duration::from_millis(dead_ms.into())))?;
     let hello: MoriHello = receive(socket)?;
+    if let Err(why) = check_dialler(socket, access, &hello)? {
+        access.proof.warn_of_refusal(&access.key, &why);
+        return send(socket, &MoriAcceptorMessage::Refused { why });
+    }
     socket.set_read_timeout(None)?;
     let line = access.admit(hello.to, &hello.who, hello.fence_key, socket.try_clone()?);
     let served = serve_asks(socket, access, line);
@@ -55,6 +60,28 @@ fn serve(socket: &TcpStream, access: &MoriAccessControl, dead_ms: u32) -> std::i
         access.leave(line);
     }
     served
+}
+
+/// Proves to who said hello that this plane knows the secret, and has it do the same; why it is
+/// refused.
+fn check_dialler(
+    socket: &TcpStream,
+    access: &MoriAccessControl,
+    hello: &MoriHello,
+) -> std::io::Result<Result<(), String>> {
+    let (answer, expected) =
+        match access.proof.answer((PURPOSE, &hello.said()), hello.offer.as_ref()) {
+            Ok(Some(exchange)) => exchange,
+            Ok(None) => return Ok(Ok(())),
+            Err(why) => return Ok(Err(why)),
+        };
+    send(socket, &MoriAcceptorMessage::Prove(answer))?;
+    Ok(match receive(socket)? {
+        MoriDiallerMessage::Proven(proof) => {
+            expected.check(&proof).map(drop).map_err(|why| why.to_string())
+        }
+        _ => Err(ProofError::Wrong.to_string()),
+    })
 }
 
 fn serve_asks(
@@ -74,6 +101,8 @@ fn serve_asks(
                     access.released(line, region);
                 }
             }
+            // It was proven, or there is nothing to prove.
+            MoriDiallerMessage::Proven(_) => {}
         }
     }
 }

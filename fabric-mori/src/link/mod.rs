@@ -11,6 +11,7 @@ pub(crate) use outbound::{MoriDialRequest, MoriGrantResult, MoriLinkEvent, MoriO
 use crate::address::MoriMemoryKey;
 use kvferry_engine::fabric::RegionId;
 use kvferry_fabric_common::PlaneIdentity;
+use kvferry_trust::{SecretAnswer, SecretConfirmation, SecretOffer};
 use serde::{Deserialize, Serialize};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -35,7 +36,21 @@ struct MoriHello {
     fence_key: u64,
     /// Incarnation that is meant.
     to: u64,
+    /// From who has the fleet's secret: it is answered by [`MoriAcceptorMessage::Prove`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    offer: Option<SecretOffer>,
 }
+
+impl MoriHello {
+    /// What both sides prove.
+    fn said(&self) -> Vec<u8> {
+        let MoriHello { who, fence_key, to, offer: _ } = self;
+        rmp_serde::to_vec(&(who, fence_key, to)).expect("plain data always encodes")
+    }
+}
+
+/// What the proof of the fleet's secret is for.
+const PURPOSE: &str = "MoRI data plane";
 
 /// What the side that dials says.
 #[derive(Debug, Serialize, Deserialize)]
@@ -44,6 +59,8 @@ enum MoriDiallerMessage {
     Enter { session: u32, name: MoriMemoryKey },
     /// Nothing of the sessions with a region is under way any more.
     Released { region: RegionId },
+    /// The proof of who said hello, before anything else.
+    Proven(SecretConfirmation),
 }
 
 /// What the side that listens says.
@@ -55,6 +72,10 @@ enum MoriAcceptorMessage {
     Release { region: RegionId },
     /// End all sessions; the line is to be closed when nothing of them is under way any more.
     Leave,
+    /// The proof of who was said hello to.
+    Prove(SecretAnswer),
+    /// The dialler is not let in.
+    Refused { why: String },
 }
 
 /// Has a peer leave, or only one region.

@@ -1,9 +1,12 @@
 //! What is asked of a peer's acceptor.
 
-use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, MoriRegionGrant, receive, send};
+use super::{
+    MoriAcceptorMessage, MoriDiallerMessage, MoriHello, MoriRegionGrant, PURPOSE, receive, send,
+};
 use crate::address::MoriMemoryKey;
 use kvferry_engine::fabric::{PeerId, RegionId, SessionId};
-use kvferry_fabric_common::{PlaneIdentity, lock, set_keepalive, spawn};
+use kvferry_fabric_common::{NO_SECRET, PlaneIdentity, lock, set_keepalive, spawn};
+use kvferry_trust::{FleetSecret, ProofError};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::io;
@@ -63,6 +66,27 @@ pub(crate) struct MoriDialRequest {
     pub(crate) fence_key: u64,
     pub(crate) patience: Duration,
     pub(crate) dead_ms: u32,
+    /// What the fleet knows; none to prove nothing.
+    pub(crate) secret: Option<Arc<FleetSecret>>,
+}
+
+/// Says hello; if there is a secret, until both sides are proven.
+fn say_hello(socket: &TcpStream, dial: &MoriDialRequest) -> io::Result<()> {
+    let (who, fence_key, to) = (dial.who.clone(), dial.fence_key, dial.to);
+    let hello = MoriHello { who, fence_key, to, offer: None };
+    let Some(secret) = &dial.secret else { return send(socket, &hello) };
+    let said = hello.said();
+    let offer = secret.offer().map_err(io::Error::other)?;
+    send(socket, &MoriHello { offer: Some(offer.clone()), ..hello })?;
+    socket.set_read_timeout(Some(dial.patience))?;
+    let answer = match receive(socket)? {
+        MoriAcceptorMessage::Prove(answer) => answer,
+        MoriAcceptorMessage::Refused { why } => return Err(io::Error::other(why)),
+        _ => return Err(io::Error::other(NO_SECRET)),
+    };
+    socket.set_read_timeout(None)?;
+    let (proof, _) = secret.confirm((PURPOSE, &said), &offer, &answer).map_err(io::Error::other)?;
+    send(socket, &MoriDiallerMessage::Proven(proof))
 }
 
 impl MoriOutboundLink {
@@ -104,10 +128,7 @@ impl MoriOutboundLink {
         let host: Ipv4Addr = dial.host.parse().map_err(io::Error::other)?;
         let socket = TcpStream::connect_timeout(&(host, dial.port).into(), dial.patience)?;
         set_keepalive(&socket, dial.dead_ms)?;
-        send(
-            &socket,
-            &MoriHello { who: dial.who.clone(), fence_key: dial.fence_key, to: dial.to },
-        )?;
+        say_hello(&socket, dial)?;
         {
             let mut state = self.lock();
             if matches!(state.0, MoriLinkState::Over) {
@@ -127,6 +148,8 @@ impl MoriOutboundLink {
                     MoriLinkEvent::Leave(self.clone(), Some(region))
                 }
                 MoriAcceptorMessage::Leave => MoriLinkEvent::Leave(self.clone(), None),
+                MoriAcceptorMessage::Refused { why } => return Err(io::Error::other(why)),
+                MoriAcceptorMessage::Prove(_) => return Err(io::Error::other(ProofError::Wrong)),
             });
         }
     }

@@ -14,7 +14,7 @@ use crate::preflight;
 use crate::process::install_last_error;
 use crate::session_opener::MoriSessionOpener;
 use kvferry_engine::fabric::Address;
-use kvferry_fabric_common::{PlaneLedger, draw_incarnation, spawn};
+use kvferry_fabric_common::{FleetProof, PlaneLedger, draw_incarnation, spawn};
 use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -75,13 +75,14 @@ impl MoriPlane {
         config.check().map_err(MoriError::Config)?;
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
+        let proof = FleetProof::open(config.secret_file.as_deref()).map_err(MoriError::Config)?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
         install_last_error(&shim);
         let ms = |ms: u32| Duration::from_millis(ms.into());
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));
         let board = Arc::new(MoriEventQueue::default());
         let incarnation = draw_incarnation().map_err(MoriError::System)?;
-        let access = Arc::new(MoriAccessControl::new(incarnation, &config, board.clone()));
+        let access = Arc::new(MoriAccessControl::new(incarnation, &config, proof, board.clone()));
         let (acceptor, acceptor_port) =
             listen(host, config.door_port, access.clone(), config.dead_ms)
                 .map_err(MoriError::Listen)?;

@@ -47,6 +47,7 @@ impl MoriPlane {
                 fence_key: peer.fence_key,
                 patience: Duration::from_millis(config.open_ms.into()),
                 dead_ms: config.dead_ms,
+                secret: self.common.access_control.proof.secret(),
             };
             let (board, orders) = (self.common.board.clone(), self.orders.clone());
             MoriOutboundLink::dial(dial, move |said| match (said, &orders) {

@@ -3,6 +3,7 @@
 use crate::error::CompatError;
 use kvferry_fabric_host::HostConfig;
 use kvferry_faults::{FaultInjector, VARIABLE};
+use kvferry_trust::SecretFile;
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -25,6 +26,7 @@ pub struct CompatSettings {
     /// Where to log what was moved, `KVFERRY_AUDIT`.
     pub audit: Option<PathBuf>,
     /// How the fabric is set up, `KVFERRY_FABRIC`; key, host, port and workers come with the calls.
+    /// Where it names no `secret_file`, `KVFERRY_SECRET_FILE` does.
     pub fabric: HostConfig,
     /// How long a post waits for room in a full queue before it fails with "SQ full",
     /// `MORI_IO_SQ_BACKOFF_TIMEOUT_US`; 5 s as in MoRI.
@@ -61,6 +63,9 @@ impl CompatSettings {
             settings.fabric = fabric(&text).map_err(|why| {
                 CompatError::Setting(format!("{FABRIC}={}: {why}", path.display()))
             })?;
+        }
+        if settings.fabric.secret_file.is_none() {
+            settings.fabric.secret_file = SecretFile::of_environment();
         }
         if let Some(text) = env::var_os(BACKOFF_US) {
             let us = text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {

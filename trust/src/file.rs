@@ -7,6 +7,9 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// The variable of the environment that names the file.
+pub const VARIABLE: &str = "KVFERRY_SECRET_FILE";
+
 /// Longest file that is read, in bytes.
 const FILE_MAX: u64 = 64 << 10;
 
@@ -84,9 +87,9 @@ impl SecretFile {
         in_use.secret.clone()
     }
 
-    /// Where it is.
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// The file that the environment names, if any.
+    pub fn of_environment() -> Option<PathBuf> {
+        std::env::var_os(VARIABLE).filter(|path| !path.is_empty()).map(PathBuf::from)
     }
 }
 

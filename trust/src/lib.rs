@@ -35,7 +35,7 @@
 mod file;
 mod proof;
 
-pub use self::file::SecretFile;
+pub use self::file::{SecretFile, VARIABLE};
 pub use self::proof::{
     ExpectedConfirmation, FleetSecret, KeyId, ProofError, ProvenSession, SecretAnswer,
     SecretConfirmation, SecretOffer, SessionSeal,

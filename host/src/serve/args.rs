@@ -124,6 +124,10 @@ pub(crate) struct ServeArgs {
     /// ~/.local/state by default
     #[arg(long, value_name = "FOLDER")]
     pub(crate) state: Option<PathBuf>,
+    /// File of the fleet's secret, which peers have to prove that they know;
+    /// $KVFERRY_SECRET_FILE by default
+    #[arg(long, value_name = "FILE")]
+    pub(crate) secret_file: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory

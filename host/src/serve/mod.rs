@@ -34,6 +34,7 @@ use kvferry_fabric_host::HostConfig;
 use kvferry_fabric_mori::MoriConfig;
 use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::{EngineConfig, SimEngine};
+use kvferry_trust::SecretFile;
 use memory::Backing;
 use metrics::InstanceMetrics;
 use serde::Serialize;
@@ -167,12 +168,13 @@ fn rank_parts(
     core: &CoreConfig,
     rank: u16,
 ) -> Result<ServeRank, CommandError> {
+    let secret_file = args.secret_file.clone().or_else(SecretFile::of_environment);
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;
-            PlaneConfig::Host(HostConfig { slower, ..HostConfig::default() })
+            PlaneConfig::Host(HostConfig { slower, secret_file, ..HostConfig::default() })
         }
-        FabricArg::Mori => PlaneConfig::Mori(MoriConfig::default()),
+        FabricArg::Mori => PlaneConfig::Mori(MoriConfig { secret_file, ..MoriConfig::default() }),
     };
     // MoRI takes memory of its own process only.
     let private = args.private_memory || args.fabric == FabricArg::Mori;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// What moves the bytes.
@@ -88,6 +89,9 @@ pub struct ConnectorSettings {
     pub host: HostStart,
     /// Path of the host's socket; empty for one that is named by the engine's id.
     pub socket: String,
+    /// File of the fleet's secret, in place of the one that the host is told of.
+    #[serde(default)]
+    pub secret_file: Option<PathBuf>,
     /// Times and limits: the tables `protocol`, `channel` and `operations`.
     #[serde(default)]
     pub limits: Overrides,
@@ -113,13 +117,14 @@ impl Default for ConnectorSettings {
             transfer: None,
             host: HostStart::Spawn,
             socket: String::new(),
+            secret_file: None,
             limits: Overrides::default(),
         }
     }
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 22] = [
+const KEYS: [&str; 23] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -139,6 +144,7 @@ const KEYS: [&str; 22] = [
     "transfer",
     "host",
     "socket",
+    "secret_file",
     limits::PROTOCOL,
     limits::CHANNEL,
     limits::OPERATIONS,
@@ -281,6 +287,7 @@ impl ConnectorSettings {
                 self.host = one_of(value, &known)?;
             }
             "socket" => self.socket = text(value)?.into(),
+            "secret_file" => self.secret_file = Some(text(value)?.into()),
             table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
@@ -379,10 +386,12 @@ impl ConnectorSettings {
     /// # Errors
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
+        let secret_file = self.secret_file.clone().or_else(|| fabric.secret_file.clone());
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                return Ok(PlaneConfig::Host(HostConfig { workers, ..fabric.clone() }));
+                let config = HostConfig { workers, secret_file, ..fabric.clone() };
+                return Ok(PlaneConfig::Host(config));
             }
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
@@ -394,6 +403,7 @@ impl ConnectorSettings {
             post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
             num_workers: self.num_workers.into(),
             host: self.host_ip.clone(),
+            secret_file: secret_file.or_else(|| self.mori.secret_file.clone()),
             ..self.mori.clone()
         };
         let wrong = |why| format!("kv_connector_extra_config: mori: {why}");

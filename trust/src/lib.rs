@@ -33,9 +33,11 @@
 #![warn(missing_docs)]
 
 mod file;
+mod fleet;
 mod proof;
 
 pub use self::file::{SecretFile, VARIABLE};
+pub use self::fleet::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
 pub use self::proof::{
     ExpectedConfirmation, FleetSecret, KeyId, ProofError, ProvenSession, SecretAnswer,
     SecretConfirmation, SecretOffer, SessionSeal,

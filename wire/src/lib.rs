@@ -33,6 +33,8 @@ mod listener;
 mod message;
 mod monitor;
 mod plane;
+mod proven;
 mod shared;
 
 pub use plane::{WireConfig, ZmqPlane};
+pub use proven::ProvenPlane;

@@ -1,13 +1,11 @@
 //! What the data planes that move real bytes have in common: what their owner has named and what is
-//! in flight, who may come in, the proof of the fleet's
-//! secret, news of their threads, and the thread that accepts connections.
+//! in flight, who may come in, news of their threads, and the thread that accepts connections.
 #![warn(missing_docs)]
 
 mod access;
 mod ledger;
 mod listener;
 mod news;
-mod proof;
 
 pub use access::{GuestList, PlaneIdentity, draw_incarnation};
 pub use ledger::{
@@ -16,7 +14,6 @@ pub use ledger::{
 };
 pub use listener::{ConnectionHandler, ConnectionListener, set_keepalive};
 pub use news::NewsQueue;
-pub use proof::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};

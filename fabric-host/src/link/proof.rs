@@ -5,8 +5,7 @@ use super::HostLinkKind;
 use super::handshake::HandshakeSocket;
 use crate::proto::HostControlMessage;
 use crate::shared::{HostDialError, HostPlaneShared};
-use kvferry_fabric_common::NO_SECRET;
-use kvferry_trust::{ProofError, ProvenSession};
+use kvferry_trust::{NO_SECRET, ProofError, ProvenSession};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// What both sides prove: the fields that planes of every version know, and by which kind of
@@ -121,7 +120,7 @@ mod tests {
     use super::super::hostile::{Victim, deadline, is_dropped};
     use super::*;
     use crate::HostConfig;
-    use kvferry_fabric_common::NO_OFFER;
+    use kvferry_trust::NO_OFFER;
     use kvferry_trust::{FleetSecret, SecretAnswer, SecretOffer};
     use std::fs::{self, Permissions};
     use std::net::TcpStream;

@@ -5,8 +5,8 @@ use super::{
 };
 use crate::address::MoriMemoryKey;
 use kvferry_engine::fabric::{PeerId, RegionId, SessionId};
-use kvferry_fabric_common::{NO_SECRET, PlaneIdentity, lock, set_keepalive, spawn};
-use kvferry_trust::{FleetSecret, ProofError};
+use kvferry_fabric_common::{PlaneIdentity, lock, set_keepalive, spawn};
+use kvferry_trust::{FleetSecret, NO_SECRET, ProofError};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::io;

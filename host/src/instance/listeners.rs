@@ -2,9 +2,11 @@
 
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
-use kvferry_wire::{WireConfig, ZmqPlane};
+use kvferry_trust::FleetProof;
+use kvferry_wire::{ProvenPlane, WireConfig, ZmqPlane};
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
+use std::path::Path;
 
 /// A control plane with the channels that peers of an instance use.
 pub(crate) struct ControlListeners {
@@ -48,11 +50,15 @@ impl ListenAddresses<'_> {
 }
 
 impl ControlListeners {
-    /// Listens for handshakes and notices.
+    /// Listens for handshakes and notices, with the fleet's secret of a file if there is one.
     ///
     /// # Errors
-    /// The address that cannot be had, under the name by which it was given, and what to do.
-    pub(crate) fn new(places: ListenAddresses<'_>) -> Result<ControlListeners, String> {
+    /// A file that is none, or the address that cannot be had, under the name by which it was given, and what to do.
+    pub(crate) fn new(
+        places: ListenAddresses<'_>,
+        secret_file: Option<&Path>,
+    ) -> Result<ControlListeners, String> {
+        let proof = FleetProof::open(secret_file)?;
         let (_, host) = places.host;
         let channels =
             [(LinkKind::Handshake, places.handshake.1), (LinkKind::Notify, places.notify.1)];
@@ -70,6 +76,7 @@ impl ControlListeners {
         let (shake, note) = (port_of(&handshake).into(), port_of(&notify).into());
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
+        let plane = ProvenPlane::new(plane, proof, address.engine().to_string());
         Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address })
     }
 }

@@ -15,6 +15,7 @@ use kvferry_scenarios::run::{
     AllocationOrder, EngineSettings, FabricLimits, InstanceSettings, LoadFailurePolicy,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings,
 };
+use kvferry_trust::SecretFile;
 use std::path::PathBuf;
 
 const ROLES: [(&str, Role); 2] = [("prefill", Role::Prefill), ("decode", Role::Decode)];
@@ -147,6 +148,11 @@ pub(super) struct ServePlan {
 }
 
 impl ServeArgs {
+    /// The file of the fleet's secret, if there is one.
+    pub(super) fn secret_file(&self) -> Option<PathBuf> {
+        self.secret_file.clone().or_else(SecretFile::of_environment)
+    }
+
     /// What the arguments, or the scenario that they name, ask for.
     ///
     /// # Errors

@@ -34,7 +34,6 @@ use kvferry_fabric_host::HostConfig;
 use kvferry_fabric_mori::MoriConfig;
 use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::{EngineConfig, SimEngine};
-use kvferry_trust::SecretFile;
 use memory::Backing;
 use metrics::InstanceMetrics;
 use serde::Serialize;
@@ -73,11 +72,13 @@ async fn serve(
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let listeners = ControlListeners::new(ListenAddresses {
+    let secret_file = args.secret_file();
+    let places = ListenAddresses {
         host: ("--host", &args.host),
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
-    });
+    };
+    let listeners = ControlListeners::new(places, secret_file.as_deref());
     let ControlListeners { plane, handshake, notify, address: zmq } =
         listeners.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
@@ -168,7 +169,7 @@ fn rank_parts(
     core: &CoreConfig,
     rank: u16,
 ) -> Result<ServeRank, CommandError> {
-    let secret_file = args.secret_file.clone().or_else(SecretFile::of_environment);
+    let secret_file = args.secret_file();
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;

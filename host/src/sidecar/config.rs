@@ -10,6 +10,7 @@ use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
 use kvferry_engine::text::nearest;
 use kvferry_fabric_host::{DataPath, HostConfig};
+use kvferry_trust::VARIABLE;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -28,9 +29,10 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 10] = [
+const KEYS: [&str; 11] = [
     "socket",
     "metrics",
+    "secret_file",
     "log_format",
     "log_level",
     "copiers",
@@ -62,6 +64,10 @@ pub(crate) struct ConfigLayer {
     /// if not given
     #[arg(long, value_name = "HOST:PORT", value_parser = metrics)]
     metrics: Option<String>,
+    /// File of the fleet's secret, which peers have to prove that they know, and the host to them;
+    /// $KVFERRY_SECRET_FILE by default
+    #[arg(long, value_name = "FILE", value_parser = secret_file)]
+    secret_file: Option<PathBuf>,
     /// Form of the log, which goes to stderr: text (the default) or json
     #[arg(long, value_name = "FORM", value_parser = log_format)]
     log_format: Option<LogFormat>,
@@ -125,6 +131,13 @@ pub(crate) struct OperatorConfig {
 fn socket(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("socket = \"\": it has to be a path".into()),
+        path => Ok(path.into()),
+    }
+}
+
+fn secret_file(text: &str) -> Result<PathBuf, String> {
+    match text {
+        "" => Err("secret_file = \"\": it has to be the path of a file".into()),
         path => Ok(path.into()),
     }
 }
@@ -202,6 +215,7 @@ impl ConfigLayer {
         match key {
             "socket" => self.socket = Some(socket(text)?),
             "metrics" => self.metrics = Some(metrics(text)?),
+            "secret_file" => self.secret_file = Some(secret_file(text)?),
             "log_format" => self.log_format = Some(log_format(text)?),
             "log_level" => self.log_level = Some(log_level(text)?),
             "copiers" => self.copiers = Some(copiers(text)?),
@@ -220,6 +234,7 @@ impl ConfigLayer {
         ConfigLayer {
             socket: self.socket.or(other.socket),
             metrics: self.metrics.or(other.metrics),
+            secret_file: self.secret_file.or(other.secret_file),
             log_format: self.log_format.or(other.log_format),
             log_level: self.log_level.or(other.log_level),
             copiers: self.copiers.or(other.copiers),
@@ -325,6 +340,9 @@ impl HostArgs {
         &self,
         env: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<SidecarConfig, String> {
+        let env: Vec<_> = env.into_iter().collect();
+        let of_fleet = env.iter().find(|(name, value)| name == VARIABLE && !value.is_empty());
+        let of_fleet = of_fleet.map(|(_, path)| PathBuf::from(path));
         let ours = |(name, value): (OsString, OsString)| {
             let name = name.into_string().ok()?;
             name.starts_with(PREFIX).then_some((name, value))
@@ -359,6 +377,7 @@ impl HostArgs {
                     spin_us: given.spin_us.unwrap_or(default.spin_us),
                     paths: given.paths.map_or(default.paths, |Paths(paths)| paths),
                     slower: given.slower.unwrap_or(default.slower),
+                    secret_file: given.secret_file.or(of_fleet),
                     ..HostConfig::default()
                 },
                 limits,

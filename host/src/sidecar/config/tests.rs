@@ -41,9 +41,10 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 10] = [
+const SAID: [(&str, &str, [&str; 3]); 11] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
+    ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
     ("log_format", "text", ["json", "text", "json"]),
     ("log_level", "info", ["error", "debug", "trace"]),
     ("copiers", "2", ["3", "4", "5"]),
@@ -66,6 +67,9 @@ fn value(config: &SidecarConfig, key: &str) -> String {
         "metrics" => metrics.clone().unwrap_or_default(),
         "log_format" => format!("{:?}", logs.log_format).to_lowercase(),
         "log_level" => logs.log_level.to_string(),
+        "secret_file" => {
+            fabric.secret_file.as_ref().map_or(String::new(), |path| path.display().to_string())
+        }
         "copiers" => fabric.copiers.to_string(),
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
@@ -102,6 +106,18 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
         assert_eq!(got(&[config, path], &set), said[1], "{key}: the environment before the file");
         assert_eq!(got(&[config, path, &flag], &set), said[2], "{key}: a flag before all");
         assert_eq!(got(&[config, path, &flag], &[]), said[2], "{key}: a flag before the file");
+    }
+}
+
+#[test]
+fn the_fleet_s_variable_names_the_secret_where_nothing_else_does() {
+    let fleet = (String::from(VARIABLE), "/run/fleet");
+    let own = (variable("secret_file"), "/run/own");
+    for (set, expected) in
+        [(vec![], None), (vec![fleet.clone()], Some("/run/fleet")), (vec![fleet, own], Some("/run/own"))]
+    {
+        let config = parsed(&[]).resolve(env(&set)).expect("valid");
+        assert_eq!(config.operator.fabric.secret_file.as_deref(), expected.map(Path::new));
     }
 }
 

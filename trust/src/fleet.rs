@@ -1,6 +1,7 @@
-//! The secret of a plane, and what its acceptor and its diallers say of it.
+//! What a plane has of a secret, and what its acceptor and its diallers say where there is none.
 
-use kvferry_trust::{ExpectedConfirmation, FleetSecret, SecretAnswer, SecretFile, SecretOffer};
+use crate::file::SecretFile;
+use crate::proof::{ExpectedConfirmation, FleetSecret, SecretAnswer, SecretOffer};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -4,6 +4,9 @@ mod process;
 
 use process::ServeProcess;
 use serde_json::{Value, json};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 
 /// Times of the protocol that no busy machine passes.
 const PATIENT: &str = "channel.hello_ms=600000,channel.silent_ms=600000,protocol.lease_ms=600000,\
@@ -168,6 +171,50 @@ fn ranks_and_layouts_may_differ() {
     let (prefill, decode) = pair.request(&prompt(333, 1));
     assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
     assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
+}
+
+/// The file of a fleet's secret.
+fn secret(name: &str, secret: &str) -> String {
+    let path = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("secret-{name}"));
+    // One that is there from a run before may be read and not written.
+    let _old = fs::remove_file(&path);
+    fs::write(&path, secret).expect("the folder for tests can be written");
+    fs::set_permissions(&path, Permissions::from_mode(0o400)).expect("its mode");
+    path.into_os_string().into_string().expect("UTF-8")
+}
+
+#[test]
+fn a_fleet_with_a_secret_serves_as_one_without() {
+    let secret = secret("fleet", "0123456789abcdef0123456789abcdef");
+    let known: &[&str] = &["--secret-file", &secret];
+    for mode in ["push", "pull"] {
+        for native in [false, true] {
+            serves(mode, native, known, "shared-memory");
+        }
+        serves(mode, true, &[known, &["--fabric", "mori"]].concat(), "mori-rdma");
+    }
+}
+
+#[test]
+fn who_has_another_secret_or_none_is_told_why() {
+    let ours = secret("ours", "0123456789abcdef0123456789abcdef");
+    let theirs = secret("theirs", "fedcba9876543210fedcba9876543210");
+    for (decode, said) in [
+        (&["--secret-file", &*theirs][..], "the two sides have different secrets"),
+        (&[], "a proof of the fleet's secret is demanded here"),
+    ] {
+        let start = |role, more: &[&str]| {
+            let more = [&["--role", role, "--mode", "push"], more].concat();
+            ServeProcess::serve(&more)
+        };
+        let prefill = start("prefill", &["--secret-file", &ours]);
+        let decode = start("decode", decode);
+        let mut pair = ServePair { prefill, decode, mode: "push", native: true, next: 0 };
+        let (id, _, leg) = pair.legs(&prompt(40, 1));
+        let (status, body) = pair.decode.post("/v1/completions", &id, &leg);
+        assert_eq!(status, 500, "{body}");
+        assert!(body.contains(said) && body.contains("secret_file"), "{body}");
+    }
 }
 
 #[test]

@@ -113,9 +113,11 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
 fn the_fleet_s_variable_names_the_secret_where_nothing_else_does() {
     let fleet = (String::from(VARIABLE), "/run/fleet");
     let own = (variable("secret_file"), "/run/own");
-    for (set, expected) in
-        [(vec![], None), (vec![fleet.clone()], Some("/run/fleet")), (vec![fleet, own], Some("/run/own"))]
-    {
+    for (set, expected) in [
+        (vec![], None),
+        (vec![fleet.clone()], Some("/run/fleet")),
+        (vec![fleet, own], Some("/run/own")),
+    ] {
         let config = parsed(&[]).resolve(env(&set)).expect("valid");
         assert_eq!(config.operator.fabric.secret_file.as_deref(), expected.map(Path::new));
     }

@@ -4,6 +4,9 @@ use kvferry_engine::fabric::{Endpoint, Refused};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
+/// Connections that the kernel keeps for us. Who comes when there are more waits for a second.
+const BACKLOG: i32 = 1_024;
+
 const SCHEME: &str = "tcp://";
 
 /// The address, resolved now.
@@ -42,6 +45,7 @@ pub(crate) fn bind(host: &str, port: u16) -> io::Result<(TcpListener, Endpoint)>
         host => TcpListener::bind((bare(host), port))?,
     };
     socket.set_nonblocking(true)?;
+    rustix::net::listen(&socket, BACKLOG)?;
     let bound = socket.local_addr()?;
     Ok((socket, Endpoint::from(format!("{SCHEME}{bound}").as_str())))
 }

@@ -2,7 +2,9 @@
 
 use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, receive, send};
 use crate::access_control::MoriAccessControl;
-use kvferry_fabric_common::{ConnectionHandler, ConnectionListener, set_keepalive};
+use kvferry_fabric_common::{
+    ConnectionHandler, ConnectionListener, ConnectionPlace, set_keepalive,
+};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,8 +20,8 @@ struct MoriDoor {
 }
 
 impl ConnectionHandler for MoriDoor {
-    fn serve(&self, _socket: usize, line: OwnedFd) {
-        let _over = serve(&line.into(), &self.gate, self.dead_ms);
+    fn serve(&self, _socket: usize, line: OwnedFd, place: &ConnectionPlace) {
+        let _over = serve(&line.into(), place, &self.gate, self.dead_ms);
     }
 }
 
@@ -43,10 +45,18 @@ pub(crate) fn listen(
 }
 
 /// Serves a line until it ends.
-fn serve(socket: &TcpStream, gate: &MoriAccessControl, dead_ms: u32) -> std::io::Result<()> {
+fn serve(
+    socket: &TcpStream,
+    place: &ConnectionPlace,
+    gate: &MoriAccessControl,
+    dead_ms: u32,
+) -> std::io::Result<()> {
     set_keepalive(socket, dead_ms)?;
     socket.set_read_timeout(Some(Duration::from_millis(dead_ms.into())))?;
     let hello: MoriHello = receive(socket)?;
+    if !place.keep() {
+        return Ok(());
+    }
     socket.set_read_timeout(None)?;
     let line = gate.admit(hello.to, &hello.who, hello.fence_key, socket.try_clone()?);
     let served = serve_asks(socket, gate, line);

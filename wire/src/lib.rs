@@ -34,7 +34,7 @@ mod io;
 mod plane;
 mod shared;
 mod traffic;
-mod zmtp;
+pub mod zmtp;
 
 pub use plane::{WireConfig, ZmqPlane};
 pub use shared::{CONNECTION_CUTS, ConnectionCuts};

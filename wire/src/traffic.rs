@@ -53,7 +53,7 @@ impl ZmqIoThread {
             connection.is_due = true;
             self.due.push(token);
         }
-        if connection.is_hung_up {
+        if connection.is_hung_up && connection.phase == ZmqPhase::Open {
             return;
         }
         let result = connection.reader.read(&self.chunk[..count], &mut self.said);
@@ -61,7 +61,10 @@ impl ZmqIoThread {
         self.inbox.push(&mut self.news, (source, bytes));
         match result {
             Err(why) => self.refuse(token, why),
-            Ok(()) => self.hold(token),
+            Ok(()) => {
+                self.hold(token);
+                self.flush(token);
+            }
         }
     }
 
@@ -93,12 +96,13 @@ impl ZmqIoThread {
 
     /// Both sides said what they are.
     fn opened(&mut self, token: u64) {
-        self.set_deadline(token, None);
-        let link = match self.connections.get(&token) {
-            Some(connection) if connection.is_inbound => self.fresh_link(),
-            Some(connection) => connection.link,
-            None => return,
-        };
+        let Some(connection) = self.connections.get(&token) else { return };
+        let (is_inbound, link) = (connection.is_inbound, connection.link);
+        // One that was hung up has as long as it had to say what was queued.
+        if !connection.is_hung_up {
+            self.set_deadline(token, None);
+        }
+        let link = if is_inbound { self.fresh_link() } else { link };
         let Some(connection) = self.connections.get_mut(&token) else { return };
         connection.phase = ZmqPhase::Open;
         connection.link = link;

@@ -1,12 +1,25 @@
 //! ZMTP 3.1 with the NULL mechanism (RFC 37): what is said first, how messages are framed, and a
 //! reader that holds no more of a message than one may have.
+//!
+//! ```
+//! use kvferry_wire::zmtp::{ZmtpEvent, ZmtpReader, ZmtpSocket};
+//!
+//! let mut said = ZmtpSocket::Dealer.opening();
+//! // A message of two parts, the first of which is empty.
+//! said.extend(b"\x01\x00\x00\x02hi");
+//! let (mut reader, mut heard) = (ZmtpReader::new(ZmtpSocket::Router), Vec::new());
+//! reader.read(&said, &mut heard)?;
+//! let ZmtpEvent::Message(parts, _) = &heard[1] else { panic!("{heard:?}") };
+//! assert_eq!(parts[..], [b"".to_vec(), b"hi".to_vec()]);
+//! # Ok::<(), kvferry_wire::zmtp::ZmtpError>(())
+//! ```
 
 /// Signature, version, mechanism, and who is the server, which NULL does not say.
-pub(crate) const GREETING_BYTES: usize = 64;
+const GREETING_BYTES: usize = 64;
 
 /// Longest message in bytes, with [`PART_COST`] for each part: that of the native dialect and some
 /// for its envelope.
-pub(crate) const MESSAGE_MAX: usize = 17 << 20;
+pub const MESSAGE_MAX: usize = 17 << 20;
 
 /// What a part costs in memory beside its bytes: its place in the list, which may be twice as long
 /// as it is full, and what the allocator keeps.
@@ -27,7 +40,7 @@ const COMMAND: u8 = 4;
 
 /// What one side of a connection is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ZmtpSocket {
+pub enum ZmtpSocket {
     /// Dials.
     Dealer,
     /// Listens.
@@ -52,7 +65,7 @@ impl ZmtpSocket {
     }
 
     /// The greeting and `READY`, which need not wait for the other side's.
-    pub(crate) fn opening(self) -> Vec<u8> {
+    pub fn opening(self) -> Vec<u8> {
         let mut said = [&[0xff][..], &[0; 8], &[0x7f, 3, 1], b"NULL"].concat();
         said.resize(GREETING_BYTES, 0);
         let mut ready = b"\x05READY".to_vec();
@@ -97,7 +110,8 @@ pub(crate) fn pong(context: &[u8]) -> Vec<u8> {
 
 /// Why nothing more is read of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ZmtpError {
+#[non_exhaustive]
+pub enum ZmtpError {
     /// What is said is not ZMTP 3 with the NULL mechanism, or not for such a socket.
     Protocol(&'static str),
     /// A message has more bytes and parts than one may have.
@@ -106,7 +120,7 @@ pub(crate) enum ZmtpError {
 
 /// What came.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum ZmtpEvent {
+pub enum ZmtpEvent {
     /// The other side said what it is; messages may be sent.
     Ready,
     /// A whole message, and what it costs in memory.
@@ -124,7 +138,7 @@ enum ZmtpState {
 
 /// Reads what the other side says.
 #[derive(Debug)]
-pub(crate) struct ZmtpReader {
+pub struct ZmtpReader {
     own: ZmtpSocket,
     state: ZmtpState,
     /// A greeting or the head of a frame, as much as came.
@@ -138,7 +152,8 @@ pub(crate) struct ZmtpReader {
 }
 
 impl ZmtpReader {
-    pub(crate) fn new(own: ZmtpSocket) -> ZmtpReader {
+    /// A reader of what is said to such a socket.
+    pub fn new(own: ZmtpSocket) -> ZmtpReader {
         ZmtpReader {
             own,
             state: ZmtpState::Opening(false),
@@ -151,7 +166,7 @@ impl ZmtpReader {
     }
 
     /// Bytes of memory that the unfinished message has.
-    pub(crate) fn held(&self) -> usize {
+    pub fn held(&self) -> usize {
         self.cost + self.body.as_ref().map_or(0, |(body, ..)| body.capacity())
     }
 
@@ -159,11 +174,7 @@ impl ZmtpReader {
     ///
     /// # Errors
     /// Why the connection is to be closed.
-    pub(crate) fn read(
-        &mut self,
-        mut bytes: &[u8],
-        out: &mut Vec<ZmtpEvent>,
-    ) -> Result<(), ZmtpError> {
+    pub fn read(&mut self, mut bytes: &[u8], out: &mut Vec<ZmtpEvent>) -> Result<(), ZmtpError> {
         while !bytes.is_empty() {
             if self.body.is_some() {
                 self.fill(&mut bytes);

@@ -586,8 +586,7 @@ pub trait ControlPlane: Send {
     /// `Busy` when the bounded queue is full, `Gone` for a link that is down.
     fn send(&mut self, link: LinkId, parts: &[&[u8]]) -> Result<(), Refused>;
 
-    /// Closes a link; no event follows. Where a library cannot close one of many inbound links, it
-    /// is only not listened to any more, and the other side learns of it by silence.
+    /// Closes a link; no event follows.
     fn hang_up(&mut self, link: LinkId);
 
     /// Who to wake when [`NextPoll::External`] ends.

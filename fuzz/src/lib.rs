@@ -8,6 +8,7 @@ pub mod request_id;
 pub mod scenario;
 pub mod seeds;
 pub mod sequence;
+pub mod zmtp;
 
 /// A target of the fuzzer.
 #[derive(Clone, Copy, Debug)]
@@ -27,6 +28,7 @@ pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
     FuzzTarget { name: "scenario", run: scenario::run, seeds: seeds::scenarios },
     FuzzTarget { name: "sequence", run: sequence::run, seeds: seeds::sequences },
+    FuzzTarget { name: "zmtp", run: zmtp::run, seeds: seeds::zmtp },
 ];
 
 /// The target of this name.

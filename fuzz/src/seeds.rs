@@ -102,6 +102,30 @@ pub fn scenarios() -> Vec<Vec<u8>> {
     tidy(scenarios.map(|(_, text)| [b"\0", text.as_bytes()].concat()).collect())
 }
 
+/// The recorded handshake of a dialler, whole and greeted before, with messages and commands.
+///
+/// # Panics
+/// If it cannot be read.
+pub fn zmtp() -> Vec<Vec<u8>> {
+    let path = folder("wire/tests/fixtures/zmtp_handshake_stream.json");
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|why| panic!("{path:?}: {why}"));
+    let json: Value = serde_json::from_str(&text).unwrap_or_else(|why| panic!("{path:?}: {why}"));
+    let dialler = json["dialler_to_listener_hex"].as_str().and_then(unhex).unwrap_or_default();
+    let behind: [&[u8]; 5] = [
+        b"",
+        b"\x00\x02hi",
+        b"\x01\x00\x01\x01a\x00\x00",
+        b"\x04\x0b\x04PING\x00\x00five\x00\x01x",
+        b"\x03\x00\x00\x00\x00\x00\x00\x00\x01y\x02\x00\x00\x00\x00\x7f\x00\x00\x00",
+    ];
+    let pieces = [1_u8, 2, 15, 254, 255];
+    let seed = |how: u8, behind: &[u8]| {
+        let opening: &[u8] = if how.is_multiple_of(2) { &dialler } else { &[] };
+        [&[how], opening, behind].concat()
+    };
+    tidy(pieces.iter().flat_map(|how| behind.map(|behind| seed(*how, behind))).collect())
+}
+
 /// Pseudo-random programs (splitmix64), four of each kind of core.
 pub fn sequences() -> Vec<Vec<u8>> {
     let program = |seed: u64| {

@@ -15,7 +15,7 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
-use pyo3::exceptions::{PyConnectionError, PyValueError};
+use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 use std::collections::BTreeMap;
@@ -92,7 +92,12 @@ const FAILURE_PARAMS_MAX: usize = 65_536;
 impl PyLink {
     fn connect(path: PathBuf, role: Role, who: ClientIdentity) -> PyResult<PyLink> {
         let line = Line::connect(&path, who).map_err(|why| {
-            PyConnectionError::new_err(format!("no kvferry host at {}: {why}", path.display()))
+            let said = format!("no kvferry host at {}: {why}", path.display());
+            match why.kind() {
+                // It does not get better by itself.
+                io::ErrorKind::PermissionDenied => PyPermissionError::new_err(said),
+                _ => PyConnectionError::new_err(said),
+            }
         })?;
         let (heard, ended) = (Vec::new(), Vec::new());
         let (kept, address, lease_ms, incarnation) = (None, None, 0, 0);
@@ -354,6 +359,13 @@ pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
 pub(crate) fn check_ports(py: Python<'_>, json: &str) -> PyResult<()> {
     let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
     py.detach(|| settings.try_ports()).map_err(PyValueError::new_err)
+}
+
+/// Makes the folder for the sockets of this user unless it is there; raises PermissionError if what
+/// is there is not this user's alone.
+#[pyfunction]
+pub(crate) fn socket_folder(path: PathBuf) -> PyResult<()> {
+    Ok(kvferry::sidecar::prepare_socket_folder(&path)?)
 }
 
 /// Runs `kvferry` with these arguments until it ends; the exit code.

@@ -1,16 +1,19 @@
 //! Addresses of the form `tcp://host:port`.
 
 use kvferry_engine::fabric::{Endpoint, Refused};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+
+/// Connections that the kernel keeps for us. Who comes when there are more waits for a second.
+const BACKLOG: i32 = 1_024;
 
 const SCHEME: &str = "tcp://";
 
-/// The address as libzmq takes it, resolved now: libzmq itself takes any host and any port, and
-/// never says that there is no such.
+/// The address, resolved now.
 ///
 /// # Errors
 /// `Invalid` with the address and what is wrong with it.
-pub(crate) fn resolve(to: &Endpoint) -> Result<String, Refused> {
+pub(crate) fn resolve(to: &Endpoint) -> Result<SocketAddr, Refused> {
     let invalid = |why: String| Refused::Invalid(format!("address {to}: {why}").into());
     let rest = to.0.strip_prefix(SCHEME);
     let rest = rest.ok_or_else(|| invalid(format!("does not begin with {SCHEME}")))?;
@@ -19,21 +22,32 @@ pub(crate) fn resolve(to: &Endpoint) -> Result<String, Refused> {
     if port == 0 {
         return Err(invalid("port 0".into()));
     }
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    let mut found = (bare, port).to_socket_addrs().map_err(|why| invalid(why.to_string()))?;
-    let address = found.next().ok_or_else(|| invalid("host without an address".into()))?;
-    Ok(format!("{SCHEME}{address}"))
+    let mut found = (bare(host), port).to_socket_addrs().map_err(|why| invalid(why.to_string()))?;
+    found.next().ok_or_else(|| invalid("host without an address".into()))
 }
 
-/// The address as others should be told it: libzmq names IPv4 addresses in their IPv6 form.
-pub(crate) fn canonical_endpoint(bound: &str) -> String {
-    let address = bound.strip_prefix(SCHEME).and_then(|rest| rest.parse::<SocketAddr>().ok());
-    match address {
-        Some(address) => {
-            format!("{SCHEME}{}", SocketAddr::new(address.ip().to_canonical(), address.port()))
+/// Without the brackets of IPv6.
+fn bare(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
+/// A socket that listens and does not block, and its address as others should be told it. `*` is
+/// all addresses of this machine, of IPv6 and of IPv4.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn bind(host: &str, port: u16) -> io::Result<(TcpListener, Endpoint)> {
+    let socket = match host {
+        "*" => {
+            let any = [IpAddr::from(Ipv6Addr::UNSPECIFIED), Ipv4Addr::UNSPECIFIED.into()];
+            TcpListener::bind(&any.map(|any| SocketAddr::new(any, port))[..])?
         }
-        None => bound.to_string(),
-    }
+        host => TcpListener::bind((bare(host), port))?,
+    };
+    socket.set_nonblocking(true)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    let bound = socket.local_addr()?;
+    Ok((socket, Endpoint::from(format!("{SCHEME}{bound}").as_str())))
 }
 
 #[cfg(test)]
@@ -41,17 +55,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_told_as_they_are_dialled() {
-        assert_eq!(canonical_endpoint("tcp://[::ffff:127.0.0.1]:80"), "tcp://127.0.0.1:80");
-        assert_eq!(canonical_endpoint("tcp://[::1]:80"), "tcp://[::1]:80");
-        assert_eq!(canonical_endpoint("tcp://10.0.0.1:80"), "tcp://10.0.0.1:80");
-    }
-
-    #[test]
     fn hosts_are_resolved_and_mistakes_named() {
         let resolved = |text: &str| resolve(&Endpoint::from(text));
-        assert_eq!(resolved("tcp://127.0.0.1:80"), Ok("tcp://127.0.0.1:80".into()));
-        assert_eq!(resolved("tcp://[::1]:80"), Ok("tcp://[::1]:80".into()));
+        assert_eq!(resolved("tcp://127.0.0.1:80"), Ok(([127, 0, 0, 1], 80).into()));
+        assert_eq!(resolved("tcp://[::1]:80"), Ok((Ipv6Addr::LOCALHOST, 80).into()));
         assert!(resolved("tcp://localhost:80").is_ok());
         for (bad, why) in [
             ("127.0.0.1:80", "does not begin with tcp://"),

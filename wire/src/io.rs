@@ -1,174 +1,411 @@
 //! The thread that has the sockets.
 
-use crate::dialler::ZmqDialler;
-use crate::listener::ZmqListener;
-use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use crate::budget::{PeerSource, SourceBudget};
+use crate::connection::{ZmqConnection, ZmqPhase};
+use crate::shared::{CONNECTION_CUTS, SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use crate::zmtp::ZmtpEvent;
 use kvferry_engine::fabric::{LinkId, LinkKind};
-use std::collections::BTreeMap;
+use rustix::buffer::spare_capacity;
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SocketFlags, SocketType, accept_with, connect, socket_with, sockopt,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError};
-use std::time::Duration;
-use zmq::{Context, POLLIN, POLLOUT, Socket};
+use std::time::{Duration, Instant};
 
-/// Longest message in bytes; that of the native dialect and some for its envelope.
-const MESSAGE_MAX: i64 = 17 << 20;
+/// Bytes of memory that unfinished messages may have. If there is more, who has most is cut.
+const UNFINISHED_MAX: usize = 128 << 20;
 
-/// Messages that libzmq itself holds per connection and direction.
-const HIGH_WATER: i32 = 1_000;
+/// Bytes of messages that peers have not read. If there is more, who has most of it is cut.
+const UNSENT_MAX: usize = 256 << 20;
 
-/// How long a closed socket goes on sending, in milliseconds.
-const LINGER: i32 = 200;
+/// Connections of peers that have not said what they are. If there are more, the oldest of who has
+/// most of them is cut.
+const GREETINGS_MAX: usize = 256;
 
-/// How long a peer that dialled may take to say what it is, in milliseconds.
-const GREETING: i32 = 5_000;
+/// Connections of peers; who has its share gets no other.
+const CONNECTIONS_MAX: usize = 16_384;
 
-/// How often a ROUTER that a peer gives no room tries again, in milliseconds.
-const RETRY: i64 = 1;
+/// How long a closed connection goes on sending.
+const LINGER: Duration = Duration::from_millis(200);
+
+/// How long a peer that dialled may take to say what it is.
+const GREETING: Duration = Duration::from_secs(5);
+
+/// When it is tried again to accept, if there was no descriptor or memory for it.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+
+/// Connections that are accepted in a round.
+const ACCEPTED_TOGETHER: usize = 64;
+
+/// Bytes that are read at a time.
+const CHUNK: usize = 64 << 10;
+
+/// In the events of the kernel, in place of the number of a connection: the bell, and from the
+/// second number on the listeners.
+const BELL: u64 = 1 << 63;
+const LISTENERS: u64 = BELL + 1;
 
 /// What the plane wants of the thread.
 pub(crate) enum ZmqCommand {
     Listen {
         channel: LinkKind,
-        at: String,
-        answer: SyncSender<zmq::Result<String>>,
+        socket: TcpListener,
+        answer: SyncSender<io::Result<()>>,
     },
     Dial {
         link: LinkId,
         channel: LinkKind,
-        to: String,
+        to: SocketAddr,
         queued: Arc<SendQueueDepth>,
         wait: Duration,
     },
     Send {
         link: LinkId,
-        parts: Vec<Vec<u8>>,
+        message: Vec<u8>,
     },
     HangUp {
         link: LinkId,
     },
 }
 
-/// Options of all sockets.
-pub(crate) fn prepare(socket: &Socket) -> zmq::Result<()> {
-    socket.set_ipv6(true)?;
-    socket.set_linger(LINGER)?;
-    socket.set_sndhwm(HIGH_WATER)?;
-    socket.set_rcvhwm(HIGH_WATER)?;
-    socket.set_maxmsgsize(MESSAGE_MAX)?;
-    socket.set_handshake_ivl(GREETING)
+/// A channel that is listened on.
+struct ZmqListener {
+    socket: TcpListener,
+    channel: LinkKind,
+    /// Somebody may have come.
+    is_due: bool,
 }
 
 pub(crate) struct ZmqIoThread {
-    context: Context,
-    /// Rings when there is a command or room in the inbox.
-    bell: Socket,
+    epoll: OwnedFd,
     wake_pending: Arc<AtomicBool>,
     commands: Receiver<ZmqCommand>,
-    inbox: Arc<ZmqEventQueue>,
-    listeners: Vec<(LinkKind, ZmqListener)>,
-    diallers: BTreeMap<LinkId, ZmqDialler>,
-    next_inbound: u32,
+    pub(crate) inbox: Arc<ZmqEventQueue>,
+    listeners: Vec<ZmqListener>,
+    /// By numbers that are never used again, so that those before are older.
+    pub(crate) connections: BTreeMap<u64, ZmqConnection>,
+    pub(crate) by_link: BTreeMap<LinkId, u64>,
+    next: u64,
+    pub(crate) next_inbound: u32,
+    /// Connections of which something can be read, and those that have to wait until the plane has
+    /// taken what they said.
+    pub(crate) due: Vec<u64>,
+    pub(crate) waiting: Vec<u64>,
+    /// Connections that were given something to say.
+    unwritten: Vec<u64>,
+    pub(crate) deadlines: BTreeSet<(Instant, u64)>,
+    /// Connections that peers dialled and that are not open yet.
+    pub(crate) greeting: BTreeSet<u64>,
+    pub(crate) greetings: SourceBudget,
+    pub(crate) inbound: SourceBudget,
+    pub(crate) unfinished: SourceBudget,
+    pub(crate) unsent: SourceBudget,
+    /// When it is tried again to accept.
+    accept_at: Option<Instant>,
+    pub(crate) chunk: Box<[u8]>,
+    pub(crate) said: Vec<ZmtpEvent>,
+    pub(crate) news: Vec<ZmqLinkEvent>,
+}
+
+fn ready_for() -> epoll::EventFlags {
+    use epoll::EventFlags as Flags;
+    // By edge: nobody who waits is told again, and nothing has to be changed for that.
+    Flags::IN | Flags::OUT | Flags::RDHUP | Flags::ET
 }
 
 impl ZmqIoThread {
+    /// A thread that the bell tells of commands, and of room in the inbox.
+    ///
+    /// # Errors
+    /// No descriptor is left.
     pub(crate) fn new(
-        context: Context,
-        (bell, rung): (Socket, Arc<AtomicBool>),
+        (bell, wake_pending): (&OwnedFd, Arc<AtomicBool>),
         commands: Receiver<ZmqCommand>,
         inbox: Arc<ZmqEventQueue>,
-    ) -> ZmqIoThread {
-        let (listeners, diallers) = (Vec::new(), BTreeMap::new());
-        ZmqIoThread {
-            context,
-            bell,
-            wake_pending: rung,
+    ) -> io::Result<ZmqIoThread> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, bell, epoll::EventData::new_u64(BELL), ready_for())?;
+        Ok(ZmqIoThread {
+            epoll,
+            wake_pending,
             commands,
             inbox,
-            listeners,
-            diallers,
+            listeners: Vec::new(),
+            connections: BTreeMap::new(),
+            by_link: BTreeMap::new(),
+            next: 0,
             next_inbound: 0,
-        }
+            due: Vec::new(),
+            waiting: Vec::new(),
+            unwritten: Vec::new(),
+            deadlines: BTreeSet::new(),
+            greeting: BTreeSet::new(),
+            greetings: SourceBudget::new(GREETINGS_MAX),
+            inbound: SourceBudget::new(CONNECTIONS_MAX),
+            unfinished: SourceBudget::new(UNFINISHED_MAX),
+            unsent: SourceBudget::new(UNSENT_MAX),
+            accept_at: None,
+            chunk: vec![0; CHUNK].into(),
+            said: Vec::new(),
+            news: Vec::new(),
+        })
     }
 
-    /// Runs until the plane is gone.
+    /// Runs until the plane is gone and what it had to say is said.
     pub(crate) fn run(mut self) {
+        let mut events = Vec::with_capacity(256);
+        let mut is_over = false;
+        while !is_over || !self.connections.is_empty() {
+            let timeout = self.timeout();
+            let _interrupted =
+                epoll::wait(&self.epoll, spare_capacity(&mut events), timeout.as_ref());
+            for event in events.drain(..) {
+                self.ready(event.data.u64(), event.flags);
+            }
+            if !is_over && !self.obey() {
+                is_over = true;
+                self.finish();
+            }
+            for token in std::mem::take(&mut self.unwritten) {
+                self.flush(token);
+            }
+            self.accept_all();
+            for token in std::mem::take(&mut self.due) {
+                self.read(token);
+            }
+            self.end_late();
+        }
+    }
+
+    /// How long nothing is to be done; no end if that is for the kernel to say.
+    fn timeout(&self) -> Option<Timespec> {
+        let has_due = self.accept_at.is_none() && self.listeners.iter().any(|it| it.is_due);
+        if has_due || !self.due.is_empty() {
+            return Some(Timespec::default());
+        }
+        let first = self.deadlines.first().map(|(at, _)| *at);
+        let at = first.into_iter().chain(self.accept_at).min()?;
+        // A round later rather than one too early.
+        let left = at.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        Timespec::try_from(left).ok()
+    }
+
+    /// The kernel has something to say of a connection, a listener or the bell.
+    fn ready(&mut self, token: u64, flags: epoll::EventFlags) {
+        use epoll::EventFlags as Flags;
+        if token >= BELL {
+            if let Some(listener) = token.checked_sub(LISTENERS) {
+                self.listeners[listener as usize].is_due = true;
+            }
+            return;
+        }
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        if flags.intersects(Flags::OUT | Flags::ERR | Flags::HUP) {
+            if connection.phase == ZmqPhase::Connecting {
+                return self.connected(token);
+            }
+            connection.set_writable();
+        }
+        connection.has_ended |= flags.intersects(Flags::RDHUP | Flags::ERR | Flags::HUP);
+        self.flush(token);
+        if flags.intersects(Flags::IN | Flags::RDHUP | Flags::ERR | Flags::HUP) {
+            self.is_due(token);
+        }
+    }
+
+    pub(crate) fn is_due(&mut self, token: u64) {
+        if let Some(connection) = self.connections.get_mut(&token)
+            && !std::mem::replace(&mut connection.is_due, true)
+        {
+            self.due.push(token);
+        }
+    }
+
+    /// Does what the plane wants; false if there is none any more.
+    fn obey(&mut self) -> bool {
+        // Before the commands are looked at: what comes later rings again.
+        if self.wake_pending.swap(false, Ordering::AcqRel) {
+            self.due.append(&mut self.waiting);
+        }
         loop {
-            self.wait();
-            while self.bell.recv_bytes(zmq::DONTWAIT).is_ok() {}
-            // Before the commands are looked at: what comes later rings again.
-            self.wake_pending.store(false, Ordering::Release);
-            loop {
-                match self.commands.try_recv() {
-                    Ok(command) => self.command(command),
-                    Err(TryRecvError::Empty) => break,
-                    Err(TryRecvError::Disconnected) => return,
+            match self.commands.try_recv() {
+                Ok(ZmqCommand::Listen { channel, socket, answer }) => {
+                    // A plane that does not wait for the answer is gone.
+                    let _gone = answer.send(self.listen(channel, socket));
+                }
+                Ok(ZmqCommand::Dial { link, channel, to, queued, wait }) => {
+                    self.dial(link, (channel, to), queued, wait);
+                }
+                Ok(ZmqCommand::Send { link, message }) => {
+                    if let Some(&token) = self.by_link.get(&link)
+                        && let Some(connection) = self.connections.get_mut(&token)
+                    {
+                        connection.push(message);
+                        if !std::mem::replace(&mut connection.is_unwritten, true) {
+                            self.unwritten.push(token);
+                        }
+                    }
+                }
+                Ok(ZmqCommand::HangUp { link }) => {
+                    if let Some(token) = self.by_link.remove(&link) {
+                        self.hang_up(token);
+                    }
+                }
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return false,
+            }
+        }
+    }
+
+    fn listen(&mut self, channel: LinkKind, socket: TcpListener) -> io::Result<()> {
+        let token = LISTENERS + self.listeners.len() as u64;
+        epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(token), ready_for())?;
+        self.listeners.push(ZmqListener { socket, channel, is_due: true });
+        Ok(())
+    }
+
+    fn dial(
+        &mut self,
+        link: LinkId,
+        (channel, to): (LinkKind, SocketAddr),
+        queued: Arc<SendQueueDepth>,
+        wait: Duration,
+    ) {
+        let family = if to.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let begun = socket_with(family, SocketType::STREAM, flags, None).and_then(|socket| {
+            match connect(&socket, &to) {
+                Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+                Err(why) => Err(why),
+            }
+        });
+        let added = begun.and_then(|socket| {
+            let connection = ZmqConnection::new((socket, to), channel, Some(link), queued);
+            self.add(connection, wait)
+        });
+        match added {
+            Ok(token) => _ = self.by_link.insert(link, token),
+            Err(why) => {
+                tracing::debug!(peer = %to, %why, "cannot dial");
+                self.news.push(ZmqLinkEvent::Down { link });
+                self.inbox.push(&mut self.news, (PeerSource::new(to.ip()), 0));
+            }
+        }
+    }
+
+    /// Has the kernel tell of a connection, which has to get on in so long.
+    fn add(&mut self, mut connection: ZmqConnection, wait: Duration) -> Result<u64, Errno> {
+        let token = self.next;
+        // What is written is not held back. It cannot fail for a socket of TCP.
+        let _set = sockopt::set_tcp_nodelay(&connection.socket, true);
+        let data = epoll::EventData::new_u64(token);
+        epoll::add(&self.epoll, &connection.socket, data, ready_for())?;
+        self.next += 1;
+        let deadline = Instant::now() + wait;
+        (connection.deadline, connection.patience) = (Some(deadline), wait);
+        self.deadlines.insert((deadline, token));
+        self.connections.insert(token, connection);
+        Ok(token)
+    }
+
+    /// The kernel has dialled, or says why it cannot.
+    fn connected(&mut self, token: u64) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        match sockopt::socket_error(&connection.socket) {
+            Ok(Ok(())) => {
+                connection.phase = ZmqPhase::Greeting;
+                connection.set_writable();
+                let wait = connection.patience;
+                self.set_deadline(token, Some(Instant::now() + wait));
+                self.flush(token);
+                self.is_due(token);
+            }
+            _ => self.close(token),
+        }
+    }
+
+    fn accept_all(&mut self) {
+        if self.accept_at.is_some_and(|at| at > Instant::now()) {
+            return;
+        }
+        for nth in 0..self.listeners.len() {
+            for _ in 0..ACCEPTED_TOGETHER {
+                let listener = &mut self.listeners[nth];
+                if !listener.is_due {
+                    break;
+                }
+                let channel = listener.channel;
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                match accept_with(&listener.socket, flags) {
+                    Ok(socket) => {
+                        self.accept_at = None;
+                        self.accepted(socket, channel);
+                    }
+                    Err(Errno::AGAIN) => (self.accept_at, listener.is_due) = (None, false),
+                    Err(why @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
+                        if self.accept_at.is_none() {
+                            let at = listener.socket.local_addr().ok();
+                            tracing::warn!(?at, %why, "cannot accept; connections wait until it can");
+                        }
+                        self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
+                        return;
+                    }
+                    // Of a connection that is gone already.
+                    Err(_) => {}
                 }
             }
-            for (_, listener) in &mut self.listeners {
-                listener.pump(&mut self.next_inbound, &self.inbox);
-            }
-            let inbox = &self.inbox;
-            self.diallers.retain(|_, dialler| dialler.pump(inbox));
         }
     }
 
-    fn wait(&self) {
-        let full = self.inbox.is_full();
-        let wanted = if full { zmq::PollEvents::empty() } else { POLLIN };
-        let mut items = vec![self.bell.as_poll_item(POLLIN)];
-        for (_, listener) in &self.listeners {
-            items.push(listener.watched.events.as_poll_item(POLLIN));
-            items.push(listener.watched.socket.as_poll_item(wanted));
+    fn accepted(&mut self, socket: OwnedFd, channel: LinkKind) {
+        let peer = rustix::net::getpeername(&socket).ok().flatten();
+        // One without an address is gone already.
+        let Some(peer) = peer.and_then(|peer| SocketAddr::try_from(peer).ok()) else { return };
+        let connection = ZmqConnection::new((socket, peer), channel, None, Arc::default());
+        let source = connection.source;
+        if !self.inbound.has_room(source) {
+            CONNECTION_CUTS.connections.fetch_add(1, Ordering::Relaxed);
+            return;
         }
-        for dialler in self.diallers.values() {
-            items.push(dialler.watched.events.as_poll_item(POLLIN));
-            items.push(dialler.watched.socket.as_poll_item(wanted));
-            if dialler.has_output() {
-                items.push(dialler.watched.socket.as_poll_item(POLLOUT));
+        let Ok(token) = self.add(connection, GREETING) else { return };
+        self.inbound.change(source, 0, 1);
+        self.greetings.change(source, 0, 1);
+        self.greeting.insert(token);
+        self.flush(token);
+        if let Some(largest) = self.greetings.largest_if_over() {
+            let of = |token: &&u64| self.connections[*token].source == largest;
+            if let Some(oldest) = self.greeting.iter().find(of).copied() {
+                CONNECTION_CUTS.greetings.fetch_add(1, Ordering::Relaxed);
+                self.close(oldest);
             }
-        }
-        let retry = self.listeners.iter().any(|(_, listener)| listener.has_output());
-        let timeout = if retry { RETRY } else { -1 };
-        // Interrupted by a signal: the loop comes again.
-        let _ = zmq::poll(&mut items, timeout);
-    }
-
-    fn command(&mut self, command: ZmqCommand) {
-        match command {
-            ZmqCommand::Listen { channel, at, answer } => {
-                let made =
-                    ZmqListener::new(&self.context, channel, &at).map(|(listener, bound)| {
-                        self.listeners.push((channel, listener));
-                        bound
-                    });
-                // A plane that does not wait for the answer is gone.
-                let _ = answer.send(made);
-            }
-            ZmqCommand::Dial { link, channel, to, queued, wait } => {
-                match ZmqDialler::new(&self.context, link, channel, &to, queued, wait) {
-                    Ok(dialler) => _ = self.diallers.insert(link, dialler),
-                    Err(_) => self.inbox.push(ZmqLinkEvent::Down { link }),
-                }
-            }
-            ZmqCommand::Send { link, parts } => self.send(link, parts),
-            ZmqCommand::HangUp { link } => self.hang_up(link),
         }
     }
 
-    fn send(&mut self, link: LinkId, parts: Vec<Vec<u8>>) {
-        if let Some(dialler) = self.diallers.get_mut(&link) {
-            dialler.push(parts);
-            dialler.flush();
-        } else if let Some((_, listener)) = self.listeners.iter_mut().find(|(_, l)| l.has(link)) {
-            listener.push(link, parts);
+    /// Nobody is told any more; what was queued is still said.
+    fn finish(&mut self) {
+        self.listeners.clear();
+        self.by_link.clear();
+        for token in self.connections.keys().copied().collect::<Vec<_>>() {
+            self.hang_up(token);
         }
     }
 
-    fn hang_up(&mut self, link: LinkId) {
-        self.diallers.remove(&link);
-        for (_, listener) in &mut self.listeners {
-            listener.hang_up(link);
+    fn hang_up(&mut self, token: u64) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        connection.link = None;
+        if !connection.has_output() {
+            return self.close(token);
         }
+        connection.is_hung_up = true;
+        self.set_deadline(token, Some(Instant::now() + LINGER));
+        self.flush(token);
     }
 }

@@ -21,20 +21,22 @@
 //!
 //! The example `connector` of this package is two serving engines over it.
 //!
-//! A link is one TCP connection. libzmq does not get to reconnect: a link that breaks is down, and
-//! the core dials another. libzmq cannot close one peer of a ROUTER, so hanging up an inbound link
-//! means not listening to it any more; its memory is freed when the other side closes.
+//! A link is one TCP connection, which is not made again: a link that breaks is down, and the core
+//! dials another. ZMTP is spoken here and not by libzmq, which has no limit for the parts of a
+//! message nor for the bytes that it holds: here all memory that peers can have is limited, and
+//! shared fairly by their addresses.
 #![warn(missing_docs)]
 
 mod address;
-mod dialler;
+mod budget;
+mod connection;
 mod io;
-mod listener;
-mod message;
-mod monitor;
 mod plane;
 mod proven;
 mod shared;
+mod traffic;
+pub mod zmtp;
 
 pub use plane::{WireConfig, ZmqPlane};
 pub use proven::ProvenPlane;
+pub use shared::{CONNECTION_CUTS, ConnectionCuts};

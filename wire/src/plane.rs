@@ -1,20 +1,23 @@
 //! The control plane, from the side of the core.
 
-use crate::address::resolve;
+use crate::address::{bind, resolve};
 use crate::io::{ZmqCommand, ZmqIoThread};
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
+use crate::zmtp::encode;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{
     ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
 };
+use rustix::event::{EventfdFlags, eventfd};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel, sync_channel};
 use std::task::Waker;
 use std::thread::JoinHandle;
 use std::time::Duration;
-use zmq::{Context, Socket, SocketType};
 
 /// Where a plane listens and how long it dials.
 #[derive(Clone, Debug)]
@@ -42,7 +45,7 @@ pub struct ZmqPlane {
     config: WireConfig,
     inbox: Arc<ZmqEventQueue>,
     commands: Option<Sender<ZmqCommand>>,
-    bell: Socket,
+    bell: OwnedFd,
     wake_pending: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     links: BTreeMap<LinkId, Arc<SendQueueDepth>>,
@@ -59,22 +62,14 @@ impl ZmqPlane {
     /// A plane that has done nothing, and its thread.
     ///
     /// # Errors
-    /// What libzmq or the system says when there is no room for a socket or a thread.
+    /// What the system says when there is no room for a descriptor or a thread.
     pub fn new(config: WireConfig) -> std::io::Result<ZmqPlane> {
-        let context = Context::new();
-        let pair = || -> zmq::Result<(Socket, Socket)> {
-            let (near, far) =
-                (context.socket(SocketType::PAIR)?, context.socket(SocketType::PAIR)?);
-            near.set_linger(0)?;
-            far.bind("inproc://bell")?;
-            near.connect("inproc://bell")?;
-            Ok((near, far))
-        };
-        let (bell, far) = pair()?;
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let (commands, receiver) = channel();
         let inbox = Arc::<ZmqEventQueue>::default();
         let rung = Arc::<AtomicBool>::default();
-        let io = ZmqIoThread::new(context, (far, rung.clone()), receiver, inbox.clone());
+        let rings = (&bell, rung.clone());
+        let io = ZmqIoThread::new(rings, receiver, inbox.clone())?;
         let thread = std::thread::Builder::new().name("kvferry-wire".into()).spawn(|| io.run())?;
         Ok(ZmqPlane {
             config,
@@ -99,8 +94,8 @@ impl ZmqPlane {
     /// Rings once until it is heard, so that a burst of messages costs one.
     fn ring(&self) {
         if !self.wake_pending.swap(true, Ordering::AcqRel) {
-            // The pair has room for one.
-            let _ = self.bell.send("", zmq::DONTWAIT);
+            // It cannot count so far that it is full.
+            let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
         }
     }
 }
@@ -120,21 +115,19 @@ impl ControlPlane for ZmqPlane {
         if !self.listens.insert(channel) {
             return Err(Refused::Invalid(format!("{channel:?} is listened on already").into()));
         }
-        let port = match self.config.ports.get(&channel) {
-            Some(port) => port.to_string(),
-            None => "*".into(),
-        };
-        let at = format!("tcp://{}:{port}", self.config.host);
-        let (answer, bound) = sync_channel(1);
-        self.tell(ZmqCommand::Listen { channel, at: at.clone(), answer })?;
-        match bound.recv() {
-            Ok(Ok(bound)) => Ok(Endpoint::from(bound.as_str())),
-            Ok(Err(why)) => {
-                self.listens.remove(&channel);
-                Err(Refused::Invalid(format!("cannot listen at {at}: {why}").into()))
-            }
-            Err(_) => Err(Refused::Gone),
-        }
+        let port = self.config.ports.get(&channel).copied().unwrap_or(0);
+        let bound = bind(&self.config.host, port).and_then(|(socket, bound)| {
+            let (answer, done) = sync_channel(1);
+            let gone = |_| io::Error::other("the thread of the plane is gone");
+            self.tell(ZmqCommand::Listen { channel, socket, answer }).map_err(gone)?;
+            done.recv().map_err(|_| gone(Refused::Gone))??;
+            Ok(bound)
+        });
+        bound.map_err(|why| {
+            self.listens.remove(&channel);
+            let at = format!("tcp://{}:{port}", self.config.host);
+            Refused::Invalid(format!("cannot listen at {at}: {why}").into())
+        })
     }
 
     fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused> {
@@ -154,8 +147,7 @@ impl ControlPlane for ZmqPlane {
         if !queued.enter() {
             return Err(Refused::Busy);
         }
-        let parts = parts.iter().map(|part| part.to_vec()).collect();
-        self.tell(ZmqCommand::Send { link, parts })
+        self.tell(ZmqCommand::Send { link, message: encode(parts) })
     }
 
     fn hang_up(&mut self, link: LinkId) {
@@ -170,8 +162,8 @@ impl ControlPlane for ZmqPlane {
     }
 
     fn poll(&mut self, _now: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll {
-        let full = self.inbox.is_full();
-        for news in self.inbox.take() {
+        let (news, is_awaited) = self.inbox.take();
+        for news in news {
             match news {
                 ZmqLinkEvent::Up { link, channel, queued, from } => {
                     if link.is_inbound() {
@@ -191,7 +183,7 @@ impl ControlPlane for ZmqPlane {
                 ZmqLinkEvent::Frame { .. } | ZmqLinkEvent::Down { .. } => {}
             }
         }
-        if full {
+        if is_awaited {
             self.ring();
         }
         if self.thread.as_ref().is_none_or(JoinHandle::is_finished) {

@@ -1,17 +1,65 @@
 //! What the plane and its thread share.
 
+use crate::budget::{PeerSource, SourceBudget};
 use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 /// Messages that a link takes before `Busy`.
 pub(crate) const QUEUE_MAX: u32 = 16_384;
 
-/// News that wait for the plane; then the thread reads no more, and senders feel it.
-const INBOX_MAX: usize = 16_384;
+/// Bytes of memory that messages may have until the plane takes them. Who has its share of them is
+/// read no further, and its sender feels it.
+const INBOX_MAX: usize = 128 << 20;
 
-/// Messages of one link that libzmq has not taken yet.
+/// What any piece of news costs in bytes of memory.
+const NEWS_COST: usize = 256;
+
+/// Connections that the planes of this process have ended by themselves, by cause.
+#[derive(Debug)]
+pub struct ConnectionCuts {
+    /// A message had more bytes and parts than one may have.
+    pub too_long: AtomicU64,
+    /// There was too much of unfinished messages, and its source had most of it.
+    pub unfinished: AtomicU64,
+    /// There was too much that peers had not read, and its source had most of it.
+    pub unread: AtomicU64,
+    /// It had not said what it is when it was to, or there were too many such and its source had
+    /// most of them.
+    pub greetings: AtomicU64,
+    /// Its source had its share of all connections.
+    pub connections: AtomicU64,
+    /// What it said is not what is spoken here.
+    pub protocol: AtomicU64,
+}
+
+/// What was cut since the process began.
+pub static CONNECTION_CUTS: ConnectionCuts = ConnectionCuts {
+    too_long: AtomicU64::new(0),
+    unfinished: AtomicU64::new(0),
+    unread: AtomicU64::new(0),
+    greetings: AtomicU64::new(0),
+    connections: AtomicU64::new(0),
+    protocol: AtomicU64::new(0),
+};
+
+impl ConnectionCuts {
+    /// Each cause with how many there were.
+    pub fn by_cause(&self) -> [(&'static str, u64); 6] {
+        [
+            ("too-long", &self.too_long),
+            ("unfinished", &self.unfinished),
+            ("unread", &self.unread),
+            ("greetings", &self.greetings),
+            ("connections", &self.connections),
+            ("protocol", &self.protocol),
+        ]
+        .map(|(cause, count)| (cause, count.load(Ordering::Relaxed)))
+    }
+}
+
+/// Messages of one link that the kernel has not taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct SendQueueDepth(AtomicU32);
 
@@ -36,38 +84,69 @@ pub(crate) enum ZmqLinkEvent {
     Down { link: LinkId },
 }
 
+#[derive(Debug)]
+struct ZmqInbox {
+    news: Vec<ZmqLinkEvent>,
+    waker: Option<Waker>,
+    bytes: SourceBudget,
+    /// Somebody is not read because it has its share.
+    is_awaited: bool,
+}
+
 /// News for the plane, and who waits for them.
-#[derive(Debug, Default)]
-pub(crate) struct ZmqEventQueue {
-    inner: Mutex<(Vec<ZmqLinkEvent>, Option<Waker>)>,
+#[derive(Debug)]
+pub(crate) struct ZmqEventQueue(Mutex<ZmqInbox>);
+
+impl Default for ZmqEventQueue {
+    fn default() -> Self {
+        let bytes = SourceBudget::new(INBOX_MAX);
+        ZmqEventQueue(Mutex::new(ZmqInbox {
+            news: Vec::new(),
+            waker: None,
+            bytes,
+            is_awaited: false,
+        }))
+    }
 }
 
 impl ZmqEventQueue {
-    fn lock(&self) -> MutexGuard<'_, (Vec<ZmqLinkEvent>, Option<Waker>)> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, ZmqInbox> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn push(&self, news: ZmqLinkEvent) {
+    /// Takes all of the news; the messages among them have so many bytes of memory.
+    pub(crate) fn push(&self, news: &mut Vec<ZmqLinkEvent>, (from, bytes): (PeerSource, usize)) {
+        if news.is_empty() {
+            return;
+        }
         let waker = {
             let mut inner = self.lock();
-            inner.0.push(news);
-            inner.1.clone()
+            let cost = bytes + news.len() * NEWS_COST;
+            inner.bytes.change(from, 0, cost);
+            inner.news.append(news);
+            inner.waker.clone()
         };
         if let Some(waker) = waker {
             waker.wake();
         }
     }
 
-    /// True if the plane is to be waited for before more is read.
-    pub(crate) fn is_full(&self) -> bool {
-        self.lock().0.len() >= INBOX_MAX
+    /// True if more of a source may be read. If not, [`ZmqEventQueue::take`] will tell.
+    pub(crate) fn has_room(&self, source: PeerSource) -> bool {
+        let mut inner = self.lock();
+        let has_room = inner.bytes.has_room(source);
+        inner.is_awaited |= !has_room;
+        has_room
     }
 
-    pub(crate) fn take(&self) -> Vec<ZmqLinkEvent> {
-        std::mem::take(&mut self.lock().0)
+    /// All news, and whether somebody waits for their place.
+    pub(crate) fn take(&self) -> (Vec<ZmqLinkEvent>, bool) {
+        let mut inner = self.lock();
+        inner.bytes.clear();
+        (std::mem::take(&mut inner.news), std::mem::take(&mut inner.is_awaited))
     }
 
     pub(crate) fn set_waker(&self, waker: Waker) {
-        self.lock().1 = Some(waker);
+        self.lock().waker = Some(waker);
     }
 }

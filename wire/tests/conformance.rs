@@ -36,10 +36,6 @@ impl ControlFixture for ZmqTestPair {
         Endpoint::from(format!("tcp://{address}").as_str())
     }
 
-    fn closes_inbound(&self) -> bool {
-        false
-    }
-
     fn advance(&mut self) {
         std::thread::park_timeout(ROUND);
     }

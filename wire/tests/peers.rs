@@ -58,6 +58,34 @@ fn the_end_of_a_process_ends_its_links_and_what_it_said_comes_before() {
 }
 
 #[test]
+fn what_was_queued_before_hanging_up_is_said() {
+    let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+    let to = far.plane.listen(LinkKind::Notify).unwrap();
+    let (mut sent, mut events) = (0_u32, Vec::new());
+    let frame = |event: &ControlEvent| match event {
+        ControlEvent::Frame { parts, .. } => Some(parts.clone()),
+        _ => None,
+    };
+    // It is neither connected nor greeted when it is hung up. On a machine where that takes longer
+    // than what is queued is kept for, nothing comes, and another one is tried.
+    let parts = loop {
+        if sent.is_multiple_of(100) {
+            let link = LinkId(sent);
+            near.plane.dial(link, &to, LinkKind::Notify).unwrap();
+            near.plane.send(link, &[b"last words"]).unwrap();
+            near.plane.hang_up(link);
+        }
+        sent += 1;
+        far.plane.poll(Nanos::ZERO, &mut events);
+        if let Some(parts) = events.iter().find_map(frame) {
+            break parts;
+        }
+        std::thread::park_timeout(Duration::from_millis(10));
+    };
+    assert_eq!(parts, [b"last words"]);
+}
+
+#[test]
 fn a_listener_that_never_answers_is_down_in_time() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = Endpoint::from(format!("tcp://{}", silent.local_addr().unwrap()).as_str());

@@ -22,12 +22,6 @@ pub trait ControlFixture {
     /// An address of the right kind where nobody listens.
     fn nowhere(&mut self) -> Endpoint;
 
-    /// True if hanging up an inbound link closes it for the other side, too. Where it does not, a
-    /// dialler learns of it by silence.
-    fn closes_inbound(&self) -> bool {
-        true
-    }
-
     /// Lets the planes make some progress; called up to 20,000,000 times for one event.
     fn advance(&mut self);
 
@@ -180,13 +174,8 @@ fn hang_up_tells_the_other_end(fixture: &mut dyn ControlFixture) {
         let before = rig.seen[closer].len();
         rig.plane(closer).hang_up(near);
         rig.plane(closer).hang_up(near);
-        let told = closer == 0 || rig.fixture.closes_inbound();
-        if told {
-            rig.until("LinkDown", |rig| rig.is_down(1 - closer, far));
-            assert_eq!(rig.plane(1 - closer).send(far, &[b"x"]), Err(Refused::Gone));
-        } else {
-            rig.plane(1 - closer).send(far, &[b"x"]).expect("the dialler does not know");
-        }
+        rig.until("LinkDown", |rig| rig.is_down(1 - closer, far));
+        assert_eq!(rig.plane(1 - closer).send(far, &[b"x"]), Err(Refused::Gone));
         rig.idle();
         assert_eq!(rig.seen[closer].len(), before, "an event after hanging up");
         assert_eq!(rig.plane(closer).send(near, &[b"x"]), Err(Refused::Gone));

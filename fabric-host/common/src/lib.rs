@@ -6,6 +6,7 @@ mod access;
 mod ledger;
 mod listener;
 mod news;
+mod places;
 
 pub use access::{GuestList, PlaneIdentity, draw_incarnation};
 pub use ledger::{
@@ -14,6 +15,7 @@ pub use ledger::{
 };
 pub use listener::{ConnectionHandler, ConnectionListener, set_keepalive};
 pub use news::NewsQueue;
+pub use places::ConnectionPlace;
 
 use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -1,21 +1,22 @@
 //! The thread that accepts connections. Each is served by a thread of its own, and there are only
 //! so many.
 
+use crate::places::{ConnectionPlace, PlaceTable};
 use crate::spawn;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::net::{SocketFlags, accept_with, sockopt};
+use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
 use std::io;
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// What becomes of connections.
 pub trait ConnectionHandler: Send + Sync + 'static {
-    /// Serves a connection that came by the socket of this number.
-    fn serve(&self, socket: usize, connection: OwnedFd);
+    /// Serves a connection that came by the socket of this number. Until its place is kept, it has
+    /// to make place for others, and is shut down.
+    fn serve(&self, socket: usize, connection: OwnedFd, place: &ConnectionPlace);
 
     /// One was closed that no thread, or no place, was left for.
     fn turned_away(&self) {}
@@ -26,12 +27,12 @@ pub trait ConnectionHandler: Send + Sync + 'static {
 pub struct ConnectionListener {
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
-    served: Arc<AtomicU32>,
+    served: Arc<PlaceTable>,
 }
 
 impl ConnectionListener {
     /// Accepts at sockets that listen and do not block, and serves at most so many connections at a
-    /// time. The threads are named `names`: who accepts, and who serve.
+    /// time, those aside that made place for others and end. The threads are named `names`: who accepts, and who serve.
     ///
     /// # Errors
     /// No thread or descriptor is left.
@@ -42,13 +43,16 @@ impl ConnectionListener {
         handler: impl ConnectionHandler,
     ) -> io::Result<ConnectionListener> {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?);
-        let served = Arc::<AtomicU32>::default();
-        let (heard, count, handler) = (stop.clone(), served.clone(), Arc::new(handler));
+        let served = Arc::new(PlaceTable::new(most));
+        let (heard, places, handler) = (stop.clone(), served.clone(), Arc::new(handler));
         let accept = move || {
             while let Some(ready) = wait(&sockets, &heard) {
                 for socket in ready {
-                    if let Ok(connection) = accept_with(&sockets[socket], SocketFlags::CLOEXEC) {
-                        begin(names[1], (&count, most), &handler, (socket, connection));
+                    let accepted = acceptfrom_with(&sockets[socket], SocketFlags::CLOEXEC);
+                    if let Ok((connection, from)) = accepted {
+                        let from = from.and_then(|from| SocketAddr::try_from(from).ok());
+                        let place = places.enter(from, &connection);
+                        begin(names[1], place, &handler, (socket, connection));
                     }
                 }
             }
@@ -61,7 +65,7 @@ impl ConnectionListener {
     pub fn drain(self) {
         let served = self.served.clone();
         drop(self);
-        while served.load(Ordering::Acquire) > 0 {
+        while !served.is_empty() {
             std::thread::yield_now();
         }
     }
@@ -87,28 +91,16 @@ fn wait(sockets: &[OwnedFd], stop: &OwnedFd) -> Option<Vec<usize>> {
     (!is_ready(&sockets.len())).then(|| (0..sockets.len()).filter(is_ready).collect())
 }
 
-/// One of the connections that are served at a time.
-struct Place(Arc<AtomicU32>);
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
 fn begin(
     name: &str,
-    (served, most): (&Arc<AtomicU32>, u32),
+    place: Option<ConnectionPlace>,
     handler: &Arc<impl ConnectionHandler>,
     (socket, connection): (usize, OwnedFd),
 ) {
-    let is_full = served.fetch_add(1, Ordering::AcqRel) >= most;
-    let (place, by) = (Place(served.clone()), handler.clone());
-    let serve = move || {
-        let _until_the_end = place;
-        by.serve(socket, connection);
-    };
-    if is_full || spawn(name, serve).is_err() {
+    let Some(place) = place else { return handler.turned_away() };
+    let by = handler.clone();
+    let serve = move || by.serve(socket, connection, &place);
+    if spawn(name, serve).is_err() {
         handler.turned_away();
     }
 }
@@ -138,7 +130,7 @@ mod tests {
     struct Panics(Sender<()>);
 
     impl ConnectionHandler for Panics {
-        fn serve(&self, _: usize, _: OwnedFd) {
+        fn serve(&self, _: usize, _: OwnedFd, _: &ConnectionPlace) {
             let _heard = self.0.send(());
             panic!("on purpose");
         }

@@ -12,7 +12,9 @@ use crate::descriptor::HostPlaneAddress;
 use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION};
 use crate::shared::{HostLinkDriver, HostPlaneShared, HostWorkerCommand};
 use kvferry_engine::fabric::Address;
-use kvferry_fabric_common::{ConnectionHandler, ConnectionListener, PlaneIdentity};
+use kvferry_fabric_common::{
+    ConnectionHandler, ConnectionListener, ConnectionPlace, PlaneIdentity,
+};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,11 +22,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// Greetings at a time; who comes then is dropped.
+/// Greetings at a time; who comes then takes the place of one that says nothing.
 const GREETINGS_MAX: u32 = 64;
 
-/// Connections that the kernel keeps for us.
-const BACKLOG: i32 = 128;
+/// Connections that the kernel keeps for us. Who comes when there are more waits for a second.
+const BACKLOG: i32 = 1_024;
 
 /// Sockets to listen at.
 pub(crate) struct HostListeners {
@@ -40,7 +42,9 @@ impl HostListeners {
             let at: Vec<_> = at.iter().map(ToString::to_string).collect();
             format!("cannot listen at {}: {why}", at.join(" or "))
         })?;
-        tcp.set_nonblocking(true).map_err(|why| format!("listening: {why}"))?;
+        let listening = |why: std::io::Error| format!("listening: {why}");
+        tcp.set_nonblocking(true).map_err(listening)?;
+        rustix::net::listen(&tcp, BACKLOG).map_err(|why| listening(why.into()))?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let unix = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .and_then(|unix| {
@@ -72,11 +76,11 @@ pub(crate) fn listen(
 struct HostGreeter(Arc<HostPlaneShared>);
 
 impl ConnectionHandler for HostGreeter {
-    fn serve(&self, socket: usize, connection: OwnedFd) {
+    fn serve(&self, socket: usize, connection: OwnedFd, place: &ConnectionPlace) {
         let kind = [HostLinkKind::Local, HostLinkKind::Tcp][socket];
         let limits = (&self.0.config, Instant::now() + self.0.config.connect());
         let peer = HandshakeSocket::new(kind, connection, limits).ok();
-        if peer.and_then(|peer| greet(&self.0, peer)).is_none() {
+        if peer.and_then(|peer| greet(&self.0, peer, place)).is_none() {
             self.turned_away();
         }
     }
@@ -129,7 +133,11 @@ pub(super) fn caller(
 }
 
 /// None where nobody was welcomed.
-fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
+fn greet(
+    hub: &Arc<HostPlaneShared>,
+    mut peer: HandshakeSocket,
+    place: &ConnectionPlace,
+) -> Option<()> {
     let (hello, fds) = peer.receive().ok()?;
     let turn_away = |mut peer: HandshakeSocket, answer: &HostControlMessage| {
         // Counted first: who is told that it was refused may look.
@@ -156,6 +164,10 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
         }
         HandshakeSocket::Tcp(..) => None,
     };
+    // What follows takes no time of the peer's, and changes what it and others see.
+    if !place.keep() {
+        return None;
+    }
     let id = hub.fresh();
     let worker = hub.worker_of(id).clone();
     let segment = shared.as_ref().map(|(segment, _)| segment.clone());

@@ -2,7 +2,9 @@
 
 use super::{MoriAcceptorMessage, MoriDiallerMessage, MoriHello, PURPOSE, receive, send};
 use crate::access_control::MoriAccessControl;
-use kvferry_fabric_common::{ConnectionHandler, ConnectionListener, set_keepalive};
+use kvferry_fabric_common::{
+    ConnectionHandler, ConnectionListener, ConnectionPlace, set_keepalive,
+};
 use kvferry_trust::ProofError;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
@@ -19,8 +21,8 @@ struct MoriRegionService {
 }
 
 impl ConnectionHandler for MoriRegionService {
-    fn serve(&self, _socket: usize, line: OwnedFd) {
-        let _over = serve(&line.into(), &self.access, self.dead_ms);
+    fn serve(&self, _socket: usize, line: OwnedFd, place: &ConnectionPlace) {
+        let _over = serve(&line.into(), place, &self.access, self.dead_ms);
     }
 }
 
@@ -45,13 +47,21 @@ pub(crate) fn listen(
 }
 
 /// Serves a line until it ends.
-fn serve(socket: &TcpStream, access: &MoriAccessControl, dead_ms: u32) -> std::io::Result<()> {
+fn serve(
+    socket: &TcpStream,
+    place: &ConnectionPlace,
+    access: &MoriAccessControl,
+    dead_ms: u32,
+) -> std::io::Result<()> {
     set_keepalive(socket, dead_ms)?;
     socket.set_read_timeout(Some(Duration::from_millis(dead_ms.into())))?;
     let hello: MoriHello = receive(socket)?;
     if let Err(why) = check_dialler(socket, access, &hello)? {
         access.proof.warn_of_refusal(&access.key, &why);
         return send(socket, &MoriAcceptorMessage::Refused { why });
+    }
+    if !place.keep() {
+        return Ok(());
     }
     socket.set_read_timeout(None)?;
     let line = access.admit(hello.to, &hello.who, hello.fence_key, socket.try_clone()?);

@@ -1,9 +1,11 @@
 //! The local socket between the connector and its host.
 
 use super::Check;
+use crate::sidecar::ownership::{check_folder_of, check_own_folder, check_owner};
 use std::env;
 use std::fs;
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::io::ErrorKind;
+use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
@@ -68,7 +70,16 @@ fn given(path: &Path) -> Check {
     if !is_short(path, 0) {
         return too_long(path, len, "give a shorter path");
     }
+    let folder = check_folder_of(path);
+    if let Err(why) = folder
+        && why.kind() == ErrorKind::PermissionDenied
+    {
+        return Check::fail(SOCKET, format!("{shown}: {why}"), "as it says");
+    }
     if let Ok(found) = fs::symlink_metadata(path) {
+        if let Err(why) = check_owner(path, &found) {
+            return Check::fail(SOCKET, why.to_string(), "as it says");
+        }
         if !found.file_type().is_socket() {
             let found = format!("{shown} is there and is no socket");
             return Check::fail(SOCKET, found, "remove it, or give another path");
@@ -99,14 +110,10 @@ fn shared(folder: &Path, user: u32) -> Check {
     if !is_short(&own, NAME_MAX) {
         return too_long(&own, own.as_os_str().len() + NAME_MAX, OTHER);
     }
-    let inside = match fs::metadata(&own) {
-        Ok(found) if found.uid() != user => {
-            let (own, other) = (own.display(), found.uid());
-            let found = format!("{own} belongs to user {other} and not to {user}");
-            return Check::fail(SOCKET, found, OTHER);
-        }
-        Ok(_) => &*own,
-        Err(_) => folder,
+    let inside = match check_own_folder(&own) {
+        Ok(()) => &*own,
+        Err(why) if why.kind() == ErrorKind::NotFound => folder,
+        Err(why) => return Check::fail(SOCKET, why.to_string(), OTHER),
     };
     match bound(&inside.join(format!("doctor-{}.sock", std::process::id()))) {
         Ok(()) => Check::ok(SOCKET, format!("sockets can be made in {}", inside.display())),
@@ -123,6 +130,9 @@ mod tests {
     use super::super::CheckStatus;
     use super::super::tests::TempTree;
     use super::*;
+    use crate::sidecar::prepare_socket_folder;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
 
     #[test]
     fn a_path_is_free_taken_left_or_unusable() {
@@ -145,11 +155,12 @@ mod tests {
         let tree = TempTree::new("shared", &[("file", "")]);
         let user = rustix::process::getuid().as_raw();
         assert_eq!(shared(&tree.0, user).status, CheckStatus::Ok);
-        fs::create_dir(tree.0.join(format!("kvferry-{user}"))).expect("a folder");
+        let own = tree.0.join(format!("kvferry-{user}"));
+        prepare_socket_folder(&own).expect("a folder");
         let inside = shared(&tree.0, user);
         assert!(inside.found.ends_with(&format!("kvferry-{user}")), "{inside:?}");
-        fs::create_dir(tree.0.join(format!("kvferry-{}", user + 1))).expect("a folder");
-        assert!(shared(&tree.0, user + 1).found.contains("belongs to user"));
+        fs::set_permissions(&own, Permissions::from_mode(0o777)).expect("it is ours");
+        assert!(shared(&tree.0, user).found.contains("with mode 0777"));
         assert_eq!(shared(&tree.0.join("none"), user).status, CheckStatus::Fail);
         let long = shared(&tree.0.join("x".repeat(60)), user);
         assert!(long.remedy.is_some_and(|text| text.contains("XDG_RUNTIME_DIR")));

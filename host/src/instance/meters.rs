@@ -208,6 +208,27 @@ impl Collector for InputCollector {
     }
 }
 
+/// The connections that the control planes of this process have cut, by cause.
+#[derive(Debug)]
+pub(crate) struct CutCollector;
+
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct CutLabels {
+    cause: &'static str,
+}
+
+impl Collector for CutCollector {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (name, about) = ("control_connections_cut", "Connections cut at the ZeroMQ ports");
+        let mut encoder = encoder.encode_descriptor(name, about, None, MetricType::Counter)?;
+        for (cause, count) in kvferry_wire::CONNECTION_CUTS.by_cause() {
+            let count = ConstCounter::new(count);
+            count.encode(encoder.encode_family(&CutLabels { cause })?)?;
+        }
+        Ok(())
+    }
+}
+
 /// The kind of a page of metrics, as Prometheus reads it.
 const PAGE_KIND: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 

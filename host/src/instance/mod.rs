@@ -19,8 +19,8 @@ pub use limits::{Overrides, ProtocolLimits};
 pub(crate) use listeners::{ControlListeners, ListenAddresses, remedy};
 pub use meters::{BackendCounts, PATHS, PlaneCounters};
 pub(crate) use meters::{
-    CounterSource, InputCollector, PlaneCollector, PlaneMeter, metrics_answer, metrics_page,
-    metrics_text,
+    CounterSource, CutCollector, InputCollector, PlaneCollector, PlaneMeter, metrics_answer,
+    metrics_page, metrics_text,
 };
 pub use plane::PlaneConfig;
 pub(crate) use plane::StartedPlane;

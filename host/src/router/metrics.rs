@@ -1,6 +1,6 @@
 //! What is counted, in the format of Prometheus.
 
-use crate::instance::InputCollector;
+use crate::instance::{CutCollector, InputCollector};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -104,6 +104,7 @@ impl RouterMetrics {
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
         registry.register_collector(Box::new(InputCollector));
+        registry.register_collector(Box::new(CutCollector));
         for ((name, about), counter) in CORE.iter().zip(&all.core) {
             registry.register(*name, *about, counter.clone());
         }

@@ -1,6 +1,6 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::instance::{CounterSource, InputCollector, PlaneCollector};
+use crate::instance::{CounterSource, CutCollector, InputCollector, PlaneCollector};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -48,6 +48,7 @@ impl InstanceMetrics {
         registry.register("router_registered", about, metrics.registered.clone());
         registry.register_collector(Box::new(PlaneCollector::new("host", planes)));
         registry.register_collector(Box::new(InputCollector));
+        registry.register_collector(Box::new(CutCollector));
         (metrics, registry)
     }
 }

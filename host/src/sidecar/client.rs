@@ -1,6 +1,7 @@
 //! The local socket, from the connector's side.
 
 use super::codec::{MessageDecoder, encode_into};
+use super::ownership;
 use super::proto::{ClientIdentity, ConnectorHello, FRAME_MAX, FromHost, ToHost, VersionRange};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
@@ -41,9 +42,9 @@ impl SidecarClient {
     /// Says hello to the host at a path.
     ///
     /// # Errors
-    /// Nobody listens there.
+    /// Nobody listens there, or somebody else (`PermissionDenied`), who was told nothing.
     pub fn connect(path: &Path, who: ClientIdentity) -> io::Result<SidecarClient> {
-        let stream = UnixStream::connect(path)?;
+        let stream = ownership::connect(path)?;
         let (received, out) = (Vec::new(), Vec::new());
         let reader = MessageDecoder::new(VersionRange::OWN);
         let (chunk, needs) = (vec![0; CHUNK].into(), who.needs());

@@ -4,8 +4,8 @@ use super::gateway::GatewayActor;
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
 use crate::instance::{
-    CounterSource, InputCollector, PATHS, PlaneCollector, PlaneCounters, metrics_answer,
-    metrics_text,
+    CounterSource, CutCollector, InputCollector, PATHS, PlaneCollector, PlaneCounters,
+    metrics_answer, metrics_text,
 };
 use actix::{Addr, Message};
 use axum::extract::State;
@@ -125,6 +125,7 @@ impl SidecarMetrics {
         all.register("router_registered", about, self.registered.clone());
         all.register_collector(Box::new(PlaneCollector::new("transfer", self.tallies.clone())));
         all.register_collector(Box::new(InputCollector));
+        all.register_collector(Box::new(CutCollector));
         let info: Family<InfoLabels, Gauge> = Family::default();
         let (backend, transfer) = (backend.to_string(), transfer.to_string());
         let version = env!("CARGO_PKG_VERSION");

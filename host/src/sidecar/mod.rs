@@ -14,6 +14,7 @@ mod gateway;
 mod kernel_waiter;
 mod last_error;
 mod metrics;
+pub(crate) mod ownership;
 pub mod proto;
 pub mod rank;
 pub mod record;
@@ -27,6 +28,7 @@ mod transfer_log;
 pub use client::SidecarClient;
 pub(crate) use config::HostArgs;
 pub(crate) use export::{ExportArgs, command as export_command};
+pub use ownership::prepare_socket_folder;
 pub use transfer_agent::TransferAgent;
 
 use crate::instance::{FailureNotice, InstanceIdentity, incarnations};

@@ -2,17 +2,18 @@
 
 use super::codec::{MessageDecoder, decode, encode};
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, GatewayActor};
+use super::ownership;
 use super::proto::{ConnectorHello, FRAME_MAX};
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
 use kvferry_engine::actors::MailboxSender;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use serde::Serialize;
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
@@ -46,6 +47,7 @@ impl Drop for ListeningSocket {
 /// The path and why it cannot be listened at: another host is there.
 pub(super) fn listen(path: &Path) -> Result<ListeningSocket, String> {
     let fail = |why: &dyn Display| format!("socket {}: cannot listen: {why}", path.display());
+    ownership::check_folder_of(path).map_err(|why| fail(&why))?;
     let mut lock = path.as_os_str().to_owned();
     lock.push(".lock");
     let lock = PathBuf::from(lock);
@@ -55,13 +57,22 @@ pub(super) fn listen(path: &Path) -> Result<ListeningSocket, String> {
         let _ = fs::remove_file(path);
     }
     let listener = UnixListener::bind(path).map_err(|why| fail(&why))?;
+    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(|why| fail(&why))?;
     Ok(ListeningSocket { listener, path: path.into(), lock, _held: held })
 }
 
 /// Takes the lock; none if another process has it.
 fn hold(lock: &Path) -> io::Result<Option<File>> {
     loop {
-        let file = File::options().create(true).append(true).mode(0o600).open(lock)?;
+        let not_elsewhere = OFlags::NOFOLLOW.bits() as i32;
+        let file = File::options()
+            .create(true)
+            .append(true)
+            .mode(0o600)
+            .custom_flags(not_elsewhere)
+            .open(lock)?;
+        // Whoever opened it can hold it for ever.
+        ownership::check_owner(lock, &file.metadata()?)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => return Ok(None),
@@ -98,15 +109,6 @@ pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<Gatewa
     }
 }
 
-/// Who owns this process is let in, and nobody else.
-fn check(stream: &UnixStream) -> io::Result<()> {
-    let (peer, own) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
-    match peer == own {
-        true => Ok(()),
-        false => Err(io::Error::other(format!("user {peer} is not {own}, who owns the host"))),
-    }
-}
-
 /// Frames of at most [`FRAME_MAX`] bytes.
 pub(super) fn framed(stream: UnixStream) -> SocketFrames {
     let codec = LengthDelimitedCodec::builder().max_frame_length(FRAME_MAX).new_codec();
@@ -119,7 +121,7 @@ async fn connection(
     client: u64,
     gateway: &MailboxSender<GatewayActor>,
 ) -> io::Result<()> {
-    check(&stream)?;
+    ownership::check_peer(&stream)?;
     let mut frames = framed(stream);
     let Some(first) = frames.next().await else { return Ok(()) };
     let hello: ConnectorHello = decode(&first?)?;

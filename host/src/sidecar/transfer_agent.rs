@@ -3,6 +3,7 @@
 
 use super::codec::{MessageDecoder, encode};
 use super::kernel_waiter::{KernelHooks, KernelWaiter, PendingLayers};
+use super::ownership;
 use super::proto::{ClientIdentity, ConnectorHello, FromHost, ToHost, VersionRange};
 use super::rank::{RankPlan, SidecarRank};
 use super::socket::{SocketFrames, WAITING_MAX, framed, send};
@@ -16,7 +17,7 @@ use kvferry_engine::actors::{
 use kvferry_engine::core::ids::{Incarnation, StepId};
 use kvferry_engine::core::instance::InstanceInput;
 use kvferry_engine::core::message::TransferReport;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -165,11 +166,18 @@ impl AgentShared {
     }
 
     fn run(&self, socket: &Path, rank: u16) {
-        let mut state = self.lock();
+        let (mut state, mut is_told) = (self.lock(), false);
         while !state.is_closed {
             drop(state);
-            if let Ok(stream) = UnixStream::connect(socket) {
-                self.session(stream, rank);
+            match ownership::connect(socket) {
+                Ok(stream) => self.session(stream, rank),
+                Err(why) if why.kind() == ErrorKind::PermissionDenied => {
+                    if !std::mem::replace(&mut is_told, true) {
+                        tracing::error!(rank, %why, "the host is not this user's; it is looked for");
+                    }
+                }
+                // It is not there yet, or not any more.
+                Err(_) => is_told = false,
             }
             state = self.lock();
             state.running = None;

@@ -15,7 +15,7 @@ from pathlib import Path
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvferry._native import Link, settings
+from kvferry._native import Link, settings, socket_folder
 from kvferry.vllm.check import check, given
 
 # Time for a host to start, and then to have all parts of its engine.
@@ -44,7 +44,8 @@ class Place:
 
 
 def place(vllm_config) -> Place:
-    """Reads `kv_connector_extra_config`; raises for what is wrong in it."""
+    """Reads `kv_connector_extra_config`; raises for what is wrong in it, and if the folder of the socket is not this
+    user's alone."""
     check(vllm_config)
     transfer, keys = vllm_config.kv_transfer_config, given(vllm_config)
     socket, *how = settings(keys)
@@ -52,7 +53,7 @@ def place(vllm_config) -> Place:
         return Place(Path(socket), keys, *how)
     folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(folder) / f"kvferry-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    socket_folder(folder)
     return Place(folder / f"{transfer.engine_id}.sock", keys, *how)
 
 

@@ -78,6 +78,10 @@ pub struct HostConfig {
     pub slower: bool,
     /// Serve sessions under pass 0 of peers that were never connected to, until they are fenced.
     pub open_door: bool,
+    /// Users beside the own one whose processes are greeted at the local socket.
+    // The last, and left out where there is none: settings are also sent by place.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub uids: Vec<u32>,
 }
 
 impl Default for HostConfig {
@@ -100,6 +104,7 @@ impl Default for HostConfig {
             paths: DataPath::ALL.into(),
             slower: false,
             open_door: false,
+            uids: Vec::new(),
         }
     }
 }

@@ -74,7 +74,8 @@ pub(crate) struct HostRegionInfo {
     pub(crate) len: u64,
     /// A process other than the plane's, and when it started.
     pub(crate) process: Option<(u32, u64)>,
-    /// True if a descriptor comes along.
+    /// True if its memory file comes along. With a process that is not the plane's, the open file
+    /// of the memory of that process does: who may read it has one.
     pub(crate) file: bool,
 }
 
@@ -132,6 +133,15 @@ pub(crate) enum HostControlMessage {
 impl HostControlMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
         rmp_serde::to_vec_named(self).expect("plain data always encodes")
+    }
+
+    /// The region that it speaks of.
+    pub(crate) fn side(&self) -> Option<&HostRegionInfo> {
+        match self {
+            HostControlMessage::Open { local, .. } => Some(local),
+            HostControlMessage::Opened { result: Ok((_, side, _)), .. } => Some(side),
+            _ => None,
+        }
     }
 
     /// None for what is no message. From a plane of a `later` version what is not known here is

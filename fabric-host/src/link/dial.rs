@@ -1,12 +1,13 @@
 //! Dials a peer and says hello. Each dial has a thread of its own for as long as it takes.
 
-use super::HostLinkKind;
 use super::handshake::HandshakeSocket;
 use super::local_initiator::LocalInitiator;
 use super::local_link::LocalLinkHandles;
 use super::outbound::{DoorbellTarget, HostOutboundLink};
 use super::segment::ShmSegment;
+use super::target::share_files;
 use super::tcp_initiator::TcpInitiator;
+use super::{HostLinkKind, LocalPeer};
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
 use crate::memory::{MemfdMapping, ROLL_BYTES};
@@ -141,6 +142,13 @@ fn dial_link(
         };
         HostDialError::unreachable(format!("{at}{why}"), false)
     };
+    let named = match dial.kind {
+        HostLinkKind::Local => {
+            let named = LocalPeer::new(peer.as_fd(), &hub.config.uids);
+            Some(named.map_err(|why| HostDialError::ours(format!("not dialled: {why}")))?)
+        }
+        HostLinkKind::Tcp => None,
+    };
     let mut peer =
         HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
@@ -156,12 +164,12 @@ fn dial_link(
     peer.send(&hello(hub, dial, id), &along).map_err(silent)?;
     let (answer, fds) = peer.receive().map_err(silent)?;
     let (rules, later) = welcomed(answer)?;
-    let Some((segment, _)) = segment else {
+    let (Some((segment, _)), Some(named)) = (segment, named) else {
         if !rules.paths.contains(&DataPath::Tcp) {
             return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
         }
         let socket = peer.unblock().map_err(HostDialError::ours)?;
-        let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
+        let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None, false));
         return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
     };
     let [bell, roll] = <[OwnedFd; 2]>::try_from(fds)
@@ -170,7 +178,10 @@ fn dial_link(
     let socket = peer.unblock().map_err(HostDialError::ours)?;
     let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
     let local = Some((&segment, ring_bell, heard_by));
-    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
-    let ends = LocalLinkHandles::new(socket, bell, segment, (rules, later));
+    let files = share_files([&hub.rules(), &rules]);
+    let link = HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local, files);
+    let link = Arc::new(link);
+    let ends = LocalLinkHandles::new((socket, named), bell, segment, (rules, later));
+    let ends = ends.map_err(HostDialError::ours)?;
     Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, roll))))
 }

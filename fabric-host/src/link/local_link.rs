@@ -1,11 +1,10 @@
 //! The connection of a local link, as both of its sides have it.
 
 use super::segment::ShmSegment;
-use super::socket;
-use crate::memory::{HostRegion, PidfdProcess};
+use super::{LocalPeer, socket};
+use crate::memory::HostRegion;
 use crate::proto::{HostControlMessage, PathPolicy};
 use crate::shared::HostCloseReason;
-use crate::sys;
 use rustix::event::epoll::EventFlags;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -14,10 +13,10 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct LocalLinkHandles {
     socket: OwnedFd,
-    /// Readable when the process has ended; none for a process of another namespace. A descriptor
-    /// of its own: sessions may keep the process for longer than it is watched.
-    watch: Option<OwnedFd>,
-    pub(super) process: Option<Arc<PidfdProcess>>,
+    /// Readable when the process has ended. A descriptor of its own: sessions may keep the process
+    /// for longer than it is watched.
+    watch: OwnedFd,
+    pub(super) peer: LocalPeer,
     pub(super) bell: OwnedFd,
     pub(super) segment: ShmSegment,
     pub(super) rules: PathPolicy,
@@ -32,19 +31,19 @@ pub(super) struct LocalLinkHandles {
 impl LocalLinkHandles {
     /// Of a peer that was greeted, which said its rules and whether it may say more than this plane
     /// knows.
+    ///
+    /// # Errors
+    /// No descriptor is left.
     pub(super) fn new(
-        socket: OwnedFd,
+        (socket, peer): (OwnedFd, LocalPeer),
         bell: OwnedFd,
         segment: ShmSegment,
         (rules, later): (PathPolicy, bool),
-    ) -> LocalLinkHandles {
-        let process =
-            sys::peer_process(socket.as_fd()).and_then(|pid| PidfdProcess::open(pid).ok());
-        let watch = process.as_ref().and_then(|process| PidfdProcess::open(process.pid).ok());
-        LocalLinkHandles {
+    ) -> std::io::Result<LocalLinkHandles> {
+        Ok(LocalLinkHandles {
             socket,
-            watch: watch.map(|process| process.handle),
-            process: process.map(Arc::new),
+            watch: peer.process.handle.try_clone()?,
+            peer,
             bell,
             segment,
             rules,
@@ -52,14 +51,13 @@ impl LocalLinkHandles {
             readable: true,
             writable: true,
             ended: false,
-        }
+        })
     }
 
     /// See [`crate::shared::HostLinkDriver`].
     pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         let socket = (self.socket.as_fd(), EventFlags::IN | EventFlags::OUT | EventFlags::ET);
-        let watch = self.watch.as_ref().map(|fd| (fd.as_fd(), EventFlags::IN));
-        std::iter::once(socket).chain(watch).collect()
+        vec![socket, (self.watch.as_fd(), EventFlags::IN)]
     }
 
     /// Something happened at one of them.
@@ -70,14 +68,19 @@ impl LocalLinkHandles {
         }
     }
 
-    /// Sends a message with the file of a region, if it has one; false if the socket takes none.
+    /// Sends a message with what it says of a region: its file, or what shows that this process may
+    /// read it; false if the socket takes none.
     pub(super) fn send(
         &mut self,
         message: &HostControlMessage,
         region: Option<&Arc<HostRegion>>,
     ) -> Result<bool, HostCloseReason> {
-        let file = region.and_then(|region| region.file.as_ref());
-        let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+        let along = match (message.side(), region) {
+            (Some(side), Some(region)) if side.file => region.file.as_ref(),
+            (Some(_), Some(region)) => region.proof.as_ref(),
+            _ => None,
+        };
+        let fds: Vec<_> = along.iter().map(|file| file.as_fd()).collect();
         self.writable = socket::send(self.socket.as_fd(), message, &fds)?;
         Ok(self.writable)
     }

@@ -3,7 +3,7 @@
 use super::HostInboundLink;
 use super::local_link::LocalLinkHandles;
 use super::segment::ShmRing;
-use super::target::{ANSWERS_MAX, TargetState};
+use super::target::{ANSWERS_MAX, TargetState, share_files};
 use crate::copy::{CopyFault, CopySlice, SliceCursor, copy};
 use crate::doorbell::ring;
 use crate::memory::HostRegion;
@@ -79,14 +79,15 @@ impl LocalTarget {
         match self.ends.receive()? {
             None => return Ok(worked),
             Some((HostControlMessage::Open { session, region, token, local }, file)) => {
-                let LocalLinkHandles { process, rules, .. } = &self.ends;
+                let LocalLinkHandles { peer, rules, .. } = &self.ends;
+                let files = share_files([&cx.hub.rules(), rules]);
                 self.replies.push_back(self.state.open(
                     cx,
                     session,
                     (region, token),
-                    &local,
+                    (&local, files),
                     |ours| {
-                        let found = reach(&local, file, process.as_ref(), [ours, rules]);
+                        let found = reach(&local, file, peer, [ours, rules]);
                         found.map(|(path, source)| (path, Some(source)))
                     },
                 ));
@@ -192,7 +193,8 @@ impl LocalTarget {
             };
         }
         if state.status != HostCopyStatus::Done || work.cursor.is_at_end(&self.slices) {
-            state.bytes += work.bytes;
+            let sum = state.bytes.checked_add(work.bytes);
+            state.bytes = sum.ok_or(HostCloseReason::Corrupt)?;
             let ended = state.finish(cx, work.part);
             self.work = None;
             if let Some((answer, bytes)) = ended {

@@ -142,6 +142,8 @@ impl HostCompletionRing {
 pub(crate) struct HostOutboundLink {
     pub(crate) id: u64,
     pub(crate) kind: HostLinkKind,
+    /// Both sides take memory files.
+    files: bool,
     worker: Arc<WorkerHandle>,
     /// Doorbell of the thread that serves us.
     bell: Option<OwnedFd>,
@@ -155,6 +157,7 @@ impl HostOutboundLink {
         kind: HostLinkKind,
         worker: Arc<WorkerHandle>,
         local: Option<(&ShmSegment, OwnedFd, DoorbellTarget)>,
+        files: bool,
     ) -> HostOutboundLink {
         let ring = local.as_ref().map(|(segment, ..)| Producer::new(segment.requests()));
         let answers = local.as_ref().map(|&(segment, _, heard_by)| {
@@ -163,7 +166,7 @@ impl HostOutboundLink {
         });
         let bell = local.map(|(_, bell, _)| bell);
         let out = OutboundQueues { ring, ..OutboundQueues::default() };
-        HostOutboundLink { id, kind, worker, bell, out: Mutex::new(out), answers }
+        HostOutboundLink { id, kind, files, worker, bell, out: Mutex::new(out), answers }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, OutboundQueues> {
@@ -251,7 +254,7 @@ impl HostOutboundLink {
 
     /// Asks for a session.
     pub(crate) fn open(&self, session: u32, claim: (u32, u64), region: Arc<HostRegion>) {
-        let local = HostRegionInfo::of(&region, self.kind == HostLinkKind::Local);
+        let local = HostRegionInfo::of(&region, self.files);
         let message = HostControlMessage::Open { session, region: claim.0, token: claim.1, local };
         self.lock().controls.push_back((message, Some(region)));
         self.worker.wake();
@@ -375,13 +378,13 @@ impl HostOutboundLink {
 }
 
 impl HostRegionInfo {
-    /// What a peer is told of a region.
-    pub(crate) fn of(region: &HostRegion, local: bool) -> HostRegionInfo {
+    /// What a peer is told of a region, whose memory file it gets if both sides take files.
+    pub(crate) fn of(region: &HostRegion, files: bool) -> HostRegionInfo {
         let process = match &region.reach {
             HostMemoryAccess::There { process, .. } => Some((process.pid, process.started)),
             HostMemoryAccess::Here { .. } => None,
         };
-        let file = local && region.file.is_some();
+        let file = files && region.file.is_some();
         HostRegionInfo { base: region.reach.base(), len: region.len, process, file }
     }
 }

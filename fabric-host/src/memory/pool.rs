@@ -2,7 +2,9 @@
 
 use super::MemfdMapping;
 use kvferry_engine::fabric::Memory;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
 use rustix::mm::{Advice, madvise};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -52,6 +54,13 @@ pub(super) fn sealed_file(
     Ok(file)
 }
 
+/// Has all bytes of a file be there. For huge pages on advice it comes after they were touched, as
+/// it allocates ordinary ones.
+fn allocate(file: &OwnedFd, len: u64) -> Result<(), String> {
+    fallocate(file, FallocateFlags::empty(), 0, len)
+        .map_err(|why| format!("memory file of {len} bytes: {why}; take a smaller pool"))
+}
+
 impl MemfdPool {
     /// Allocates `len` bytes, rounded up to whole pages, all zero and all there: every page is
     /// touched.
@@ -74,6 +83,9 @@ impl MemfdPool {
             None => {
                 let len = len.checked_next_multiple_of(4_096).ok_or("longer than can be")?;
                 let file = sealed("kvferry-pool", len)?;
+                if huge == HugePages::No {
+                    allocate(&file, len)?;
+                }
                 let map = MemfdMapping::new(&file, len, true)?;
                 if huge == HugePages::Try {
                     // SAFETY: Advice on a mapping of ours changes none of its bytes. Whether it
@@ -88,6 +100,7 @@ impl MemfdPool {
             // SAFETY: Inside the mapping, which nobody else knows yet.
             unsafe { map.start().add(at).write_volatile(0) };
         }
+        allocate(&file, map.len() as u64)?;
         let huge = huge_bytes(map.start() as u64);
         Ok(MemfdPool { map, file, huge })
     }

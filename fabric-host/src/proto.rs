@@ -12,10 +12,28 @@ use kvferry_engine::core::enum_variants;
 use serde::{Deserialize, Serialize};
 
 /// The newest version that is spoken.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// The oldest version that is spoken.
 pub(crate) const OLDEST: u32 = 2;
+
+/// The oldest version that is spoken by a local link: the doorbells of older ones are eventfds, which
+/// a peer can have block whoever rings them.
+const OLDEST_LOCAL: u32 = 4;
+
+/// Whether a local link can be of a version.
+///
+/// # Errors
+/// The version that is needed, and what to do.
+pub(crate) fn local_version(version: u32) -> Result<(), String> {
+    if version >= OLDEST_LOCAL {
+        return Ok(());
+    }
+    Err(format!(
+        "local links need version {OLDEST_LOCAL} of the protocol of host planes, one side speaks \
+         {version} at most: install the same version of kvferry for both"
+    ))
+}
 
 /// The version that planes of version 2 speak, who do not say it in their answer.
 const UNSAID: u32 = 2;

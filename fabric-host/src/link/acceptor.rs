@@ -9,8 +9,8 @@ use super::tcp_target::TcpTarget;
 use super::{HostInboundLink, HostLinkKind, LocalPeer};
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
-use crate::doorbell::WorkerHandle;
-use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION};
+use crate::doorbell::{HeardBell, PeerBell};
+use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION, local_version};
 use crate::shared::{HostLinkDriver, HostPlaneShared, HostWorkerCommand};
 use kvferry_engine::fabric::Address;
 use kvferry_fabric_common::{ConnectionHandler, ConnectionListener, PlaneIdentity};
@@ -153,16 +153,17 @@ fn admissible(hub: &HostPlaneShared, peer: &HandshakeSocket) -> Result<Greeted, 
 /// What a local peer sends along with its hello.
 fn local_parts(
     peer: LocalPeer,
-    pid: u32,
+    (pid, version): (u32, u32),
     fds: Vec<OwnedFd>,
-) -> Result<(LocalPeer, ShmSegment, OwnedFd), String> {
+) -> Result<(LocalPeer, ShmSegment, PeerBell), String> {
+    local_version(version)?;
     if pid != peer.process.pid {
         let own = peer.process.pid;
         return Err(format!("a hello of process {pid} by a socket of process {own}"));
     }
     let [segment, bell] =
         <[OwnedFd; 2]>::try_from(fds).map_err(|_| "a hello without segment and doorbell")?;
-    Ok((peer, ShmSegment::map(&segment)?, bell))
+    Ok((peer, ShmSegment::map(&segment)?, PeerBell::new(bell)?))
 }
 
 /// None where nobody was welcomed.
@@ -189,7 +190,7 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
     };
     let local = match greeted {
         Greeted::Tcp => None,
-        Greeted::Local(who) => match local_parts(who, caller.pid, fds) {
+        Greeted::Local(who) => match local_parts(who, (caller.pid, caller.version), fds) {
             Ok(parts) => Some(parts),
             Err(why) => return turn_away(peer, &refuse(why, false)),
         },
@@ -198,17 +199,12 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
     let worker = hub.worker_of(id).clone();
     let segment = local.as_ref().map(|(_, segment, _)| segment.clone());
     let whose = (caller.who, caller.fence_key, caller.link);
-    let inbound = Arc::new(HostInboundLink::new(id, whose, worker.clone(), segment));
+    let inbound = Arc::new(HostInboundLink::new(id, whose, worker, segment));
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
         return turn_away(peer, &refuse(why, true));
     }
-    let welcome = (
-        HostControlMessage::Welcome {
-            rules: hub.rules(),
-            version: Some((caller.version, VERSION)),
-        },
-        worker,
-    );
+    let version = Some((caller.version, VERSION));
+    let welcome = HostControlMessage::Welcome { rules: hub.rules(), version };
     let said = (caller.rules, caller.later);
     let Ok(station) = welcomed(hub, (peer, local), welcome, said, inbound) else {
         hub.dismiss(id);
@@ -221,8 +217,8 @@ fn greet(hub: &Arc<HostPlaneShared>, mut peer: HandshakeSocket) -> Option<()> {
 /// Welcomes a peer; what serves it from then on.
 fn welcomed(
     hub: &HostPlaneShared,
-    (mut peer, local): (HandshakeSocket, Option<(LocalPeer, ShmSegment, OwnedFd)>),
-    (welcome, worker): (HostControlMessage, Arc<WorkerHandle>),
+    (mut peer, local): (HandshakeSocket, Option<(LocalPeer, ShmSegment, PeerBell)>),
+    welcome: HostControlMessage,
     (rules, later): (PathPolicy, bool),
     inbound: Arc<HostInboundLink>,
 ) -> std::io::Result<Box<dyn HostLinkDriver>> {
@@ -232,7 +228,9 @@ fn welcomed(
     };
     let roll =
         hub.with_registration_table(|roll| rustix::io::fcntl_dupfd_cloexec(roll.file(), 0))?;
-    peer.send(&welcome, &[worker.bell(), roll.as_fd()])?;
-    let ends = LocalLinkHandles::new((peer.unblock()?, who), bell, segment, (rules, later))?;
+    let (heard, rung) = HeardBell::pair()?;
+    peer.send(&welcome, &[rung.as_fd(), roll.as_fd()])?;
+    let bells = (bell, Some(heard));
+    let ends = LocalLinkHandles::new((peer.unblock()?, who), bells, segment, (rules, later));
     Ok(Box::new(LocalTarget::new(ends, inbound)))
 }

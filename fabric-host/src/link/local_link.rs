@@ -2,6 +2,7 @@
 
 use super::segment::ShmSegment;
 use super::{LocalPeer, socket};
+use crate::doorbell::{HeardBell, PeerBell};
 use crate::memory::HostRegion;
 use crate::proto::{HostControlMessage, PathPolicy};
 use crate::shared::HostCloseReason;
@@ -13,11 +14,10 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct LocalLinkHandles {
     socket: OwnedFd,
-    /// Readable when the process has ended. A descriptor of its own: sessions may keep the process
-    /// for longer than it is watched.
-    watch: OwnedFd,
     pub(super) peer: LocalPeer,
-    pub(super) bell: OwnedFd,
+    pub(super) bell: PeerBell,
+    /// By what the peer rings our thread, if it does not ring the owner.
+    heard: Option<HeardBell>,
     pub(super) segment: ShmSegment,
     pub(super) rules: PathPolicy,
     /// The peer may say more than this plane knows.
@@ -31,40 +31,39 @@ pub(super) struct LocalLinkHandles {
 impl LocalLinkHandles {
     /// Of a peer that was greeted, which said its rules and whether it may say more than this plane
     /// knows.
-    ///
-    /// # Errors
-    /// No descriptor is left.
     pub(super) fn new(
         (socket, peer): (OwnedFd, LocalPeer),
-        bell: OwnedFd,
+        (bell, heard): (PeerBell, Option<HeardBell>),
         segment: ShmSegment,
         (rules, later): (PathPolicy, bool),
-    ) -> std::io::Result<LocalLinkHandles> {
-        Ok(LocalLinkHandles {
+    ) -> LocalLinkHandles {
+        LocalLinkHandles {
             socket,
-            watch: peer.process.handle.try_clone()?,
             peer,
             bell,
+            heard,
             segment,
             rules,
             later,
             readable: true,
             writable: true,
             ended: false,
-        })
+        }
     }
 
     /// See [`crate::shared::HostLinkDriver`].
     pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         let socket = (self.socket.as_fd(), EventFlags::IN | EventFlags::OUT | EventFlags::ET);
-        vec![socket, (self.watch.as_fd(), EventFlags::IN)]
+        let heard = self.heard.as_ref().map(|bell| (bell.fd(), EventFlags::IN));
+        [socket, (self.peer.watch.as_fd(), EventFlags::IN)].into_iter().chain(heard).collect()
     }
 
     /// Something happened at one of them.
     pub(super) fn ready(&mut self, index: usize) {
         match index {
             0 => (self.readable, self.writable) = (true, true),
-            _ => self.ended = true,
+            1 => self.ended = true,
+            _ => self.heard.iter().for_each(HeardBell::hear),
         }
     }
 

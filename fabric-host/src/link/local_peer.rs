@@ -2,13 +2,16 @@
 
 use crate::memory::PidfdProcess;
 use crate::sys;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 /// A process of this host that may take part in a local link.
 #[derive(Debug)]
 pub(crate) struct LocalPeer {
     pub(crate) process: Arc<PidfdProcess>,
+    /// Readable when the process has ended. Opened anew and no copy: sessions may keep the process
+    /// for longer than it is watched.
+    pub(super) watch: OwnedFd,
     pub(crate) uid: u32,
 }
 
@@ -27,8 +30,10 @@ impl LocalPeer {
                  each other's in `uids`"
             ));
         }
-        let process = PidfdProcess::of_peer(socket, pid)
-            .map_err(|why| format!("process {pid} of the other side: {why}"))?;
-        Ok(LocalPeer { process: Arc::new(process), uid })
+        let open = || {
+            PidfdProcess::of_peer(socket, pid)
+                .map_err(|why| format!("process {pid} of the other side: {why}"))
+        };
+        Ok(LocalPeer { process: Arc::new(open()?), watch: open()?.handle, uid })
     }
 }

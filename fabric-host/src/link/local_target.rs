@@ -5,7 +5,6 @@ use super::local_link::LocalLinkHandles;
 use super::segment::ShmRing;
 use super::target::{ANSWERS_MAX, TargetState, share_files};
 use crate::copy::{CopyFault, CopySlice, SliceCursor, copy};
-use crate::doorbell::ring;
 use crate::memory::HostRegion;
 use crate::path::reach;
 use crate::proto::{
@@ -15,7 +14,7 @@ use crate::ring::{Consumer, Producer};
 use crate::shared::{HostCloseReason, HostLinkDriver, SHORT_MAX, WorkerContext};
 use rustix::event::epoll::EventFlags;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records taken in one step.
@@ -123,7 +122,7 @@ impl LocalTarget {
         if self.unannounced_bytes.is_some_and(|bytes| idle || bytes >= QUIET_MAX) {
             self.unannounced_bytes = None;
             if self.answers.must_wake() {
-                ring(self.ends.bell.as_fd());
+                self.ends.bell.ring();
             }
         }
     }
@@ -136,7 +135,7 @@ impl LocalTarget {
             return Ok(false);
         }
         if self.requests.made_room() {
-            ring(self.ends.bell.as_fd());
+            self.ends.bell.ring();
         }
         let (record, rest) = HostRecord::decode(&cx.record).ok_or(HostCloseReason::Corrupt)?;
         match record {

@@ -12,7 +12,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
-    sendmsg, socket_with,
+    sendmsg, socket_with, socketpair,
 };
 use serde::{Deserialize, Serialize};
 use std::io::{IoSlice, IoSliceMut};
@@ -236,10 +236,7 @@ pub(crate) fn own_memory(bytes: &[u8]) -> ForgedRegion {
 
 /// A doorbell: the end that is rung, and the one that is waited on.
 pub(crate) fn bell() -> (OwnedFd, OwnedFd) {
-    (
-        rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap(),
-        rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap(),
-    )
+    socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).expect("a pair")
 }
 
 /// Sends a message with descriptors.
@@ -318,6 +315,16 @@ impl ForgedSegment {
         {
             rustix::io::write(bell, &1_u64.to_ne_bytes()).expect("it is rung");
         }
+    }
+
+    /// Says that whoever answers has to ring.
+    pub(crate) fn sleep(&self) {
+        self.words[FRONT + RING + 16].store(1, Ordering::SeqCst);
+    }
+
+    /// True if somebody rang for an answer, or was about to.
+    pub(crate) fn is_rung_for(&self) -> bool {
+        self.words[FRONT + RING + 16].load(Ordering::SeqCst) == 0
     }
 }
 

@@ -5,6 +5,7 @@
 mod common;
 
 mod arithmetic;
+mod doorbells;
 mod files;
 mod forged;
 mod policy;

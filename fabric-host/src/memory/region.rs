@@ -1,6 +1,7 @@
 //! Registered memory.
 
 use super::MemfdMapping;
+use super::pool::claim_pool;
 use crate::sys;
 use kvferry_engine::fabric::{FabricError, Memory, RegionId};
 use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, fchmod, fstat};
@@ -131,8 +132,15 @@ impl HostRegion {
                 let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
                 let ours = fcntl_dupfd_cloexec(theirs, 0)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
-                let map = MemfdMapping::new(&ours, len, true)
-                    .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
+                let pool =
+                    claim_pool(&ours).map_err(|why| backend(format!("descriptor {fd}: {why}")));
+                let map = match pool?.filter(|pool| pool.len() as u64 >= len) {
+                    Some(pool) => pool,
+                    None => {
+                        let map = MemfdMapping::new(&ours, len, true);
+                        Arc::new(map.map_err(|why| backend(format!("descriptor {fd}: {why}")))?)
+                    }
+                };
                 if !map.is_whole() {
                     // Peers take no file with holes: to read one makes their memory of it.
                     fallocate(&ours, FallocateFlags::empty(), 0, len)
@@ -141,7 +149,6 @@ impl HostRegion {
                 let theirs = for_readers(&ours)
                     .map_err(|why| backend(format!("descriptor {fd}, for readers: {why}")))?;
                 file = Some(theirs);
-                let map = Arc::new(map);
                 map.enter_pages();
                 HostMemoryAccess::Here { base: map.start() as u64, map: Some(map) }
             }

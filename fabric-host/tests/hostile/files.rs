@@ -46,6 +46,23 @@ fn the_file_of_a_region_goes_out_for_reading_only() {
     assert_eq!(fstat(&file).expect("a file").st_mode & 0o077, 0);
 }
 
+/// Whoever may open it again, as every process of this user may.
+#[test]
+fn the_file_of_a_pool_cannot_be_written_however_it_is_opened() {
+    let pool = MemfdPool::new(LEN, HugePages::No).expect("a pool");
+    let victim = AttackedPlane::new(patient(), pool.memory());
+    let file = received(&victim);
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let opened = std::fs::OpenOptions::new().read(true).write(true).open(path).expect("opened");
+    assert_readable_only(&opened.into());
+    // The plane and its owner write to it.
+    // SAFETY: Inside the pool.
+    unsafe { pool.start().write_volatile(9) };
+    let mut byte = [0];
+    rustix::io::pread(&file, &mut byte, 0).expect("a byte");
+    assert_eq!(byte, [9]);
+}
+
 #[test]
 fn pools_and_registered_files_have_all_their_bytes() {
     let there = |file: &dyn AsFd| 512 * fstat(file).expect("a file").st_blocks as u64;

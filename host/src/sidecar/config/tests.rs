@@ -41,7 +41,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 10] = [
+const SAID: [(&str, &str, [&str; 3]); 11] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("log_format", "text", ["json", "text", "json"]),
@@ -50,6 +50,7 @@ const SAID: [(&str, &str, [&str; 3]); 10] = [
     ("spin_us", "50", ["0", "7", "8"]),
     ("paths", "shared-memory,cross-memory,tcp", ["tcp", "cross-memory,tcp", "shared-memory"]),
     ("slower", "false", ["true", "false", "true"]),
+    ("uids", "", ["7", "8,9", "10"]),
     (
         "set",
         "protocol.lease_ms=30000",
@@ -70,6 +71,7 @@ fn value(config: &SidecarConfig, key: &str) -> String {
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
         "slower" => fabric.slower.to_string(),
+        "uids" => fabric.uids.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
         "set" => {
             let limits = limits.limits().expect("they go together");
             format!("protocol.lease_ms={}", limits.protocol.lease.0 / 1_000_000)
@@ -108,6 +110,7 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
 #[test]
 fn a_file_has_values_of_their_own_types() {
     let text = "copiers = 1_6\nspin_us = 0x10\nslower = true\npaths = [\"tcp\", \"shared-memory\"]\n\
+        uids = [1000, 1_001]\n\
         [protocol]\nlease_ms = 20.5\n[channel]\nlinks_max = 7\n";
     let file = TempFile::new("types", text);
     let config = parsed(&file.flags()).resolve([]).expect("valid");
@@ -116,6 +119,7 @@ fn a_file_has_values_of_their_own_types() {
         spin_us: 16,
         slower: true,
         paths: vec![DataPath::Tcp, DataPath::SharedMemory],
+        uids: vec![1_000, 1_001],
         ..HostConfig::default()
     };
     assert_eq!(config.operator.fabric, expected);

@@ -37,6 +37,23 @@ impl fmt::Display for DataPath {
     }
 }
 
+/// Whom a plane greets.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PeerTrust {
+    /// Users beside the own one whose processes are greeted at the local socket.
+    pub uids: Vec<u32>,
+    /// File of the fleet's secret, which peers have to prove that they know, and this plane to them.
+    /// None asks nobody, and is refused by planes that have one.
+    pub secret_file: Option<PathBuf>,
+}
+
+impl PeerTrust {
+    fn is_default(&self) -> bool {
+        *self == PeerTrust::default()
+    }
+}
+
 /// Settings of a [`HostPlane`](crate::HostPlane). Times in milliseconds unless the name says
 /// otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -79,9 +96,10 @@ pub struct HostConfig {
     pub slower: bool,
     /// Serve sessions under fence key 0 of peers that were never connected to, until they are fenced.
     pub open_door: bool,
-    /// File of the fleet's secret, which peers have to prove that they know, and this plane to them.
-    /// None asks nobody, and is refused by planes that have one.
-    pub secret_file: Option<PathBuf>,
+    /// Who is greeted.
+    // The last, and left out where it says nothing: settings are also sent by place.
+    #[serde(skip_serializing_if = "PeerTrust::is_default")]
+    pub trust: PeerTrust,
 }
 
 impl Default for HostConfig {
@@ -104,7 +122,7 @@ impl Default for HostConfig {
             paths: DataPath::ALL.into(),
             slower: false,
             open_door: false,
-            secret_file: None,
+            trust: PeerTrust::default(),
         }
     }
 }

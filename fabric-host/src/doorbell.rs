@@ -1,22 +1,141 @@
-//! Descriptors that are rung, and what of a copying thread others know: how to wake it.
+//! What wakes threads: eventfds within the process, and between two processes pairs of sockets.
+//!
+//! An eventfd is one thing for all who have it: a peer could have who writes to it wait for ever. Of
+//! a pair each side has a socket of its own, and what is sent by it without waiting does not wait,
+//! whatever the peer does with the other one.
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
+use rustix::net::sockopt::{socket_domain, socket_type};
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
+};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A descriptor to be rung.
-pub(crate) fn doorbell() -> Result<OwnedFd, Errno> {
+/// A descriptor to be rung by threads of this process, which alone has it.
+fn doorbell() -> Result<OwnedFd, Errno> {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
 }
 
-/// Rings the doorbell of a thread of this or of another process.
-pub(crate) fn ring(bell: BorrowedFd<'_>) {
-    // It cannot overflow: each ring is heard before the next. If the peer broke it, it is its loss.
+fn ring(bell: &OwnedFd) {
+    // It cannot overflow: each ring is heard before the next.
     let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
 }
 
-/// A thread, for others.
+/// By what a thread of a peer is rung.
+#[derive(Clone, Debug)]
+pub(crate) struct PeerBell(Arc<OwnedFd>);
+
+impl PeerBell {
+    /// What a peer sent as its doorbell.
+    ///
+    /// # Errors
+    /// To ring it could take as long as the peer likes.
+    pub(crate) fn new(socket: OwnedFd) -> Result<PeerBell, String> {
+        match (socket_domain(&socket), socket_type(&socket)) {
+            (Ok(AddressFamily::UNIX), Ok(SocketType::DGRAM)) => Ok(PeerBell(Arc::new(socket))),
+            _ => Err("a doorbell that is no Unix datagram socket, which no plane sends".into()),
+        }
+    }
+
+    pub(crate) fn ring(&self) {
+        // Where there is no room it is rung already. If the peer broke it, it is its loss.
+        let _ = send(&*self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+}
+
+/// By what a peer rings a thread of this process, for one link.
+#[derive(Debug)]
+pub(crate) struct HeardBell(OwnedFd);
+
+impl HeardBell {
+    /// One, and what the peer is to ring.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub(crate) fn pair() -> Result<(HeardBell, OwnedFd), Errno> {
+        let (unix, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        let (heard, rung) = socketpair(unix, SocketType::DGRAM, flags, None)?;
+        Ok((HeardBell(heard), rung))
+    }
+
+    /// It was heard; readable again only if it was rung more often.
+    pub(crate) fn hear(&self) {
+        let _ = recv(&self.0, &mut [0_u8; 1], RecvFlags::DONTWAIT);
+    }
+
+    /// What is readable when it was rung.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// The number of the bell of this process among those that an owner watches.
+const OWN: u64 = u64::MAX;
+
+/// What the owner of a plane watches: it is rung by threads of the plane and by peers.
+#[derive(Debug)]
+pub(crate) struct OwnerBell {
+    own: OwnedFd,
+    /// The one of this process was rung and not heard.
+    is_rung: AtomicBool,
+    all: OwnedFd,
+}
+
+impl OwnerBell {
+    /// # Errors
+    /// No descriptor is left.
+    pub(crate) fn new() -> Result<OwnerBell, Errno> {
+        let (own, all) = (doorbell()?, epoll::create(epoll::CreateFlags::CLOEXEC)?);
+        epoll::add(&all, &own, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
+        Ok(OwnerBell { own, is_rung: AtomicBool::new(false), all })
+    }
+
+    /// Readable when any of them was rung.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.all.as_fd()
+    }
+
+    /// Has the owner watch the bell of a link, as long as that is there.
+    ///
+    /// # Errors
+    /// No memory is left.
+    pub(crate) fn watch(&self, link: u64, bell: &HeardBell) -> Result<(), Errno> {
+        let link = epoll::EventData::new_u64(link);
+        epoll::add(&self.all, bell.fd(), link, epoll::EventFlags::IN)
+    }
+
+    pub(crate) fn ring(&self) {
+        self.is_rung.store(true, Ordering::SeqCst);
+        ring(&self.own);
+    }
+
+    /// What this process rang is heard.
+    pub(crate) fn hear(&self) {
+        if self.is_rung.load(Ordering::Relaxed) && self.is_rung.swap(false, Ordering::SeqCst) {
+            let _ = rustix::io::read(&self.own, &mut [0; 8]);
+        }
+    }
+
+    /// The links that were rung by, some of them if there are many.
+    pub(crate) fn rung(&self, mut hear: impl FnMut(u64)) {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let (flags, data) = (epoll::EventFlags::empty(), epoll::EventData::new_u64(0));
+        let mut events = [epoll::Event { flags, data }; 64];
+        let count = epoll::wait(&self.all, &mut events[..], Some(&now)).unwrap_or(0);
+        for event in &events[..count] {
+            match event.data.u64() {
+                // By a ring that came between its word and its write.
+                OWN => _ = rustix::io::read(&self.own, &mut [0; 8]),
+                link => hear(link),
+            }
+        }
+    }
+}
+
+/// A thread, for others of its process.
 #[derive(Debug)]
 pub(crate) struct WorkerHandle {
     bell: OwnedFd,
@@ -30,7 +149,7 @@ impl WorkerHandle {
         Ok(WorkerHandle { bell: doorbell()?, asleep: AtomicBool::new(false) })
     }
 
-    /// The doorbell, for peers.
+    /// What the thread watches.
     pub(crate) fn bell(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
@@ -38,7 +157,7 @@ impl WorkerHandle {
     /// Wakes the thread if it sleeps.
     pub(crate) fn wake(&self) {
         if self.asleep.swap(false, Ordering::AcqRel) {
-            ring(self.bell());
+            ring(&self.bell);
         }
     }
 }

@@ -40,7 +40,7 @@ mod shared;
 mod sys;
 mod worker;
 
-pub use config::{DataPath, HostConfig};
+pub use config::{DataPath, HostConfig, PeerTrust};
 pub use memory::{HugePages, MemfdPool};
 pub use plane::{HostCounterReader, HostError, HostPlane, SessionPaths};
 pub use shared::{HostCounters, PathCount};

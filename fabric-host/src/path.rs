@@ -1,10 +1,11 @@
 //! Which path a direction of a session takes.
 
 use crate::config::DataPath;
+use crate::link::LocalPeer;
 use crate::memory::{HostMemoryAccess, MemfdMapping, PidfdProcess};
 use crate::proto::{HostRegionInfo, PathPolicy, SessionDenial};
 use crate::sys;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 /// Paths to try, best first: those that both sides allow and that are not faster than the one that
@@ -42,14 +43,15 @@ pub(crate) fn candidates(
     Ok(left)
 }
 
-/// A source on this host, for who owns the destination; `peer` is the process of its plane.
+/// A source on this host, for who owns the destination, with the descriptor that came along;
+/// `peer` is who offers it.
 ///
 /// # Errors
 /// Why none of the paths can be had, and whether TCP is left.
 pub(crate) fn reach(
     side: &HostRegionInfo,
     file: Option<OwnedFd>,
-    peer: Option<&Arc<PidfdProcess>>,
+    peer: &LocalPeer,
     rules: [&PathPolicy; 2],
 ) -> Result<(DataPath, HostMemoryAccess), SessionDenial> {
     let natural = if side.file { DataPath::SharedMemory } else { DataPath::CrossMemory };
@@ -59,7 +61,7 @@ pub(crate) fn reach(
     for path in paths {
         let tried = match path {
             DataPath::SharedMemory => map(side, file.as_ref()),
-            DataPath::CrossMemory => attach(side, peer),
+            DataPath::CrossMemory => attach(side, file.as_ref(), peer),
             DataPath::Tcp => return Err(deny(failed.join("; "), true)),
         };
         match tried {
@@ -77,22 +79,27 @@ pub(crate) fn reach(
 fn map(side: &HostRegionInfo, file: Option<&OwnedFd>) -> Result<HostMemoryAccess, String> {
     let file = file.ok_or("no descriptor came along")?;
     let map = MemfdMapping::new(file, side.len, false)?;
+    if !map.is_whole() {
+        let len = side.len;
+        return Err(format!("memory file of {len} bytes with holes: allocate all of them"));
+    }
     Ok(HostMemoryAccess::Here { base: map.start() as u64, map: Some(Arc::new(map)) })
 }
 
+/// A peer offers its own memory, or that of a process that it shows to have access to.
 fn attach(
     side: &HostRegionInfo,
-    peer: Option<&Arc<PidfdProcess>>,
+    proof: Option<&OwnedFd>,
+    peer: &LocalPeer,
 ) -> Result<HostMemoryAccess, String> {
+    let own = rustix::process::geteuid().as_raw();
+    if peer.uid != own {
+        let uid = peer.uid;
+        return Err(format!("the peer is of user {uid}, this plane of {own}: run both as one"));
+    }
     let process = match side.process {
-        None => peer.ok_or("the peer is in another pid namespace")?.clone(),
-        Some((pid, started)) => {
-            let process = PidfdProcess::open(pid).map_err(|why| format!("process {pid}: {why}"))?;
-            if process.started != started {
-                return Err(format!("process {pid} is not the one that was registered"));
-            }
-            Arc::new(process)
-        }
+        None => peer.process.clone(),
+        Some((pid, started)) => Arc::new(proven(pid, started, proof)?),
     };
     if side.len == 0 || side.base.checked_add(side.len).is_none() {
         return Err("a region that wraps".into());
@@ -105,6 +112,30 @@ fn attach(
         )
     })?;
     Ok(HostMemoryAccess::There { process, base: side.base })
+}
+
+/// A process that is not the peer's own, but whose memory the peer may read: whoever opens that has
+/// the kernel ask whether it may.
+fn proven(pid: u32, started: u64, proof: Option<&OwnedFd>) -> Result<PidfdProcess, String> {
+    let process = PidfdProcess::open(pid).map_err(|why| format!("process {pid}: {why}"))?;
+    let proof = proof.ok_or_else(|| {
+        format!(
+            "process {pid} is not the peer's own, and no open /proc/{pid}/mem came along, which \
+             shows that it may read it: install a version of kvferry there that sends one"
+        )
+    })?;
+    let shown = sys::is_memory_of(proof.as_fd(), pid)
+        .map_err(|why| format!("the proof for process {pid}: {why}"))?;
+    if !shown {
+        return Err(format!(
+            "process {pid} is not the peer's own, and what came along is not its open \
+             /proc/{pid}/mem of the same /proc as here"
+        ));
+    }
+    if process.started != started || !process.is_alive() {
+        return Err(format!("process {pid} is not the one that was registered"));
+    }
+    Ok(process)
 }
 
 #[cfg(all(test, not(feature = "loom")))]

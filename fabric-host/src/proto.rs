@@ -13,10 +13,28 @@ use kvferry_trust::{SecretAnswer, SecretConfirmation, SecretOffer, SessionSeal};
 use serde::{Deserialize, Serialize};
 
 /// The newest version that is spoken.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// The oldest version that is spoken.
 pub(crate) const OLDEST: u32 = 2;
+
+/// The oldest version that is spoken by a local link: the doorbells of older ones are eventfds, which
+/// a peer can have block whoever rings them.
+const OLDEST_LOCAL: u32 = 4;
+
+/// Whether a local link can be of a version.
+///
+/// # Errors
+/// The version that is needed, and what to do.
+pub(crate) fn local_version(version: u32) -> Result<(), String> {
+    if version >= OLDEST_LOCAL {
+        return Ok(());
+    }
+    Err(format!(
+        "local links need version {OLDEST_LOCAL} of the protocol of host planes, one side speaks \
+         {version} at most: install the same version of kvferry for both"
+    ))
+}
 
 /// The version that planes of version 2 speak, who do not say it in their answer.
 const UNSAID: u32 = 2;
@@ -75,7 +93,8 @@ pub(crate) struct HostRegionInfo {
     pub(crate) len: u64,
     /// A process other than the plane's, and when it started.
     pub(crate) process: Option<(u32, u64)>,
-    /// True if a descriptor comes along.
+    /// True if its memory file comes along. With a process that is not the plane's, the open file
+    /// of the memory of that process does: who may read it has one.
     pub(crate) file: bool,
 }
 
@@ -143,6 +162,15 @@ pub(crate) enum HostControlMessage {
 impl HostControlMessage {
     pub(crate) fn encode(&self) -> Vec<u8> {
         rmp_serde::to_vec_named(self).expect("plain data always encodes")
+    }
+
+    /// The region that it speaks of.
+    pub(crate) fn side(&self) -> Option<&HostRegionInfo> {
+        match self {
+            HostControlMessage::Open { local, .. } => Some(local),
+            HostControlMessage::Opened { result: Ok((_, side, _)), .. } => Some(side),
+            _ => None,
+        }
     }
 
     /// None for what is no message. From a plane of a `later` version what is not known here is

@@ -152,6 +152,11 @@ impl<W: Deref<Target = [AtomicU64]>> Consumer<W> {
         self.words[ASLEEP].swap(0, Ordering::AcqRel) == 0
     }
 
+    /// True if it was rung for since it announced that it sleeps.
+    pub(crate) fn is_rung(&self) -> bool {
+        self.words[ASLEEP].load(Ordering::Acquire) == 0
+    }
+
     /// Announces that the consumer goes to sleep; false if it must not, as there is something.
     pub(crate) fn sleep(&self) -> bool {
         self.words[ASLEEP].swap(1, Ordering::AcqRel);

@@ -3,7 +3,7 @@
 use crate::config::{DataPath, HostConfig};
 use crate::copy::{CopyBuffers, CopyPool, CopySlice};
 use crate::descriptor::HostPlaneAddress;
-use crate::doorbell::{WorkerHandle, doorbell, ring};
+use crate::doorbell::{OwnerBell, WorkerHandle};
 use crate::link::{HostInboundLink, HostLinkKind, HostOutboundLink, HostReadSource};
 use crate::memory::{HostRegion, RegistrationTable};
 use crate::path::candidates;
@@ -15,7 +15,7 @@ use kvferry_trust::FleetProof;
 use rustix::event::epoll::EventFlags;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -107,7 +107,7 @@ pub(crate) struct HostPlaneShared {
     pub(crate) copy_pool: Arc<CopyPool>,
     state: Mutex<HostAccessState>,
     /// What the owner watches in place of its waker.
-    bell: OnceLock<OwnedFd>,
+    bell: OnceLock<OwnerBell>,
     links: AtomicU64,
     pub(crate) proof: FleetProof,
 }
@@ -187,20 +187,20 @@ impl HostPlaneShared {
     /// Wakes the owner for what is in its ring or among the notices.
     pub(crate) fn wake(&self) {
         match self.bell() {
-            Some(bell) => ring(bell),
+            Some(bell) => bell.ring(),
             None => self.news.wake(),
         }
     }
 
     /// What the owner watches, if it does.
-    pub(crate) fn bell(&self) -> Option<BorrowedFd<'_>> {
-        self.bell.get().map(OwnedFd::as_fd)
+    pub(crate) fn bell(&self) -> Option<&OwnerBell> {
+        self.bell.get()
     }
 
     /// Makes what the owner watches; none if the system has no descriptor left.
-    pub(crate) fn make_bell(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn make_bell(&self) -> Option<&OwnerBell> {
         if self.bell.get().is_none() {
-            let _made_meanwhile = self.bell.set(doorbell().ok()?);
+            let _made_meanwhile = self.bell.set(OwnerBell::new().ok()?);
         }
         self.bell()
     }

@@ -1,9 +1,11 @@
 //! System calls that take addresses.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{AtFlags, CWD, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
+use rustix::time::{ClockId, clock_gettime};
 use std::fs;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 /// Ranges that one call takes.
 pub(crate) const RANGES_MAX: usize = 1_024;
@@ -86,21 +88,66 @@ pub(crate) fn is_alive(process: &OwnedFd) -> bool {
     matches!(poll(&mut polled, Some(&now)), Ok(0))
 }
 
-/// The process at the other end of a Unix socket, as this one sees it; none from elsewhere.
-pub(crate) fn peer_process(socket: BorrowedFd<'_>) -> Option<u32> {
-    let mut who = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+/// Reads an option of a socket into a value.
+///
+/// # Safety
+/// Any bytes that the kernel writes there are a `T`.
+unsafe fn socket_option<T>(
+    socket: BorrowedFd<'_>,
+    option: libc::c_int,
+    mut value: T,
+) -> Result<T, Errno> {
+    let mut len = size_of::<T>() as libc::socklen_t;
+    let (into, size) = ((&raw mut value).cast(), &raw mut len);
     // SAFETY: The buffer is as long as it is said to be.
-    let failed = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_PEERCRED,
-            (&raw mut who).cast(),
-            &raw mut len,
-        )
+    let failed =
+        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, option, into, size) };
+    checked(failed as isize).map(|_| value)
+}
+
+/// Process and user at the other end of a Unix socket, as this process sees them: the process is 0
+/// if it is in a namespace that is not seen from here.
+pub(crate) fn peer_credentials(socket: BorrowedFd<'_>) -> Result<(u32, u32), Errno> {
+    let none = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    // SAFETY: Credentials are numbers.
+    let who = unsafe { socket_option(socket, libc::SO_PEERCRED, none) }?;
+    Ok((who.pid as u32, who.uid))
+}
+
+/// The process at the other end of a Unix socket, whatever became of its id.
+///
+/// # Errors
+/// `NOPROTOOPT` of kernels before 6.5; that it has ended.
+pub(crate) fn peer_pidfd(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    // SAFETY: A descriptor is a number.
+    let fd: libc::c_int = unsafe { socket_option(socket, libc::SO_PEERPIDFD, -1) }?;
+    // SAFETY: The kernel made it for this call.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Now, on the clock of [`started`].
+pub(crate) fn ticks_since_boot() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    // SAFETY: It takes no address.
+    let second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) } as u64;
+    now.tv_sec as u64 * second + now.tv_nsec as u64 * second / 1_000_000_000
+}
+
+/// True if a descriptor is the open file of the memory of a process, which the kernel gives to
+/// nobody who may not read that memory. It is asked nothing that a file system of the peer's own
+/// would have to answer.
+pub(crate) fn is_memory_of(proof: BorrowedFd<'_>, pid: u32) -> Result<bool, Errno> {
+    let flags = fcntl_getfl(proof)?;
+    if flags.contains(OFlags::PATH) || flags & OFlags::RWMODE == OFlags::WRONLY {
+        return Ok(false);
+    }
+    let file = |of: BorrowedFd<'_>, path: &str, flags: AtFlags| {
+        let flags = flags | AtFlags::STATX_DONT_SYNC;
+        let found = statx(of, path, flags, StatxFlags::INO)?;
+        Ok::<_, Errno>((found.stx_dev_major, found.stx_dev_minor, found.stx_ino))
     };
-    (failed == 0 && who.pid > 0).then_some(who.pid as u32)
+    let path = format!("/proc/{pid}/mem");
+    Ok(file(proof, "", AtFlags::EMPTY_PATH)? == file(CWD, &path, AtFlags::empty())?)
 }
 
 /// Sends from ranges of memory by a socket that does not block.

@@ -464,7 +464,6 @@ fn the_doorbell_is_enough() {
             let time = Timespec::try_from(Duration::from_secs(300)).expect("five minutes");
             let rung = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time));
             assert_eq!(rung, Ok(1), "not rung");
-            rustix::io::read(bell, &mut [0; 8]).expect("it was rung");
         });
     }
 }

@@ -10,7 +10,7 @@ use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc, RegionId,
     SessionId, Submit,
 };
-use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane};
+use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, PeerTrust};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -57,7 +57,8 @@ struct Side {
 impl Side {
     fn new(path: DataPath, secret: Option<&Secret>) -> Side {
         let secret_file = secret.map(|secret| secret.0.clone());
-        let config = HostConfig { paths: vec![path], open_door: true, secret_file, ..patient() };
+        let trust = PeerTrust { secret_file, ..PeerTrust::default() };
+        let config = HostConfig { paths: vec![path], open_door: true, trust, ..patient() };
         let mut plane = HostPlane::new(config).expect("a plane at loopback");
         let mut memory = HostTestMemory::new(LEN, path == DataPath::SharedMemory);
         plane.register(REGION, memory.memory()).expect("memory is taken");
@@ -165,7 +166,10 @@ fn a_secret_is_changed_beside_the_work() {
 #[test]
 fn a_plane_without_the_secret_that_it_is_to_have_does_not_start() {
     let secret_file = Some(PathBuf::from("/nowhere/secret"));
-    match HostPlane::new(HostConfig { secret_file, ..patient() }) {
+    match HostPlane::new(HostConfig {
+        trust: PeerTrust { secret_file, ..PeerTrust::default() },
+        ..patient()
+    }) {
         Err(HostError::Config(why)) => {
             assert!(why.contains("/nowhere/secret") && why.contains("cannot be read"), "{why}");
         }

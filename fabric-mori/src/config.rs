@@ -100,9 +100,6 @@ pub struct MoriConfig {
     /// Open sessions with peers that have no acceptor, such as those of vLLM's own connector, and let
     /// peers in under fence key 0 that were never connected to, until they are fenced.
     pub open_door: bool,
-    /// File of the fleet's secret, which peers have to prove to the acceptor that they know, and it
-    /// to them. None asks nobody, and is refused by planes that have one.
-    pub secret_file: Option<PathBuf>,
     /// Queue pairs of peers that have ended, after which the backend is replaced while nothing is
     /// under way: MoRI polls them, and drops them in no other way. At so many if no peer is
     /// connected, at twice as many all the same; 0 is never. RDMA only.
@@ -110,6 +107,11 @@ pub struct MoriConfig {
     // well.
     #[serde(skip_serializing_if = "is_dead_pairs_max")]
     pub dead_pairs_max: u32,
+    /// File of the fleet's secret, which peers have to prove to the acceptor that they know, and it
+    /// to them. None asks nobody, and is refused by planes that have one.
+    // The last, and left out where there is none: settings are also sent by place.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub secret_file: Option<PathBuf>,
 }
 
 /// Default of [`MoriConfig::dead_pairs_max`].

@@ -64,8 +64,8 @@ impl CompatSettings {
                 CompatError::Setting(format!("{FABRIC}={}: {why}", path.display()))
             })?;
         }
-        if settings.fabric.secret_file.is_none() {
-            settings.fabric.secret_file = SecretFile::of_environment();
+        if settings.fabric.trust.secret_file.is_none() {
+            settings.fabric.trust.secret_file = SecretFile::of_environment();
         }
         if let Some(text) = env::var_os(BACKOFF_US) {
             let us = text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {

@@ -359,7 +359,6 @@ fn sleep(plane: &mut HostPlane, at_most: Option<Duration>) {
     let bell = plane.doorbell().expect("a descriptor to watch");
     let time = at_most.map(|time| Timespec::try_from(time).expect("not for years"));
     poll(&mut [PollFd::new(&bell, PollFlags::IN)], time.as_ref()).expect("a descriptor to watch");
-    let _ = rustix::io::read(bell, &mut [0; 8]);
 }
 
 impl Drop for Initiator {

@@ -6,7 +6,7 @@ mod slices;
 pub(crate) use copy_pool::CopyPool;
 pub(crate) use slices::{CopySlice, SliceCursor, all_inside};
 
-use crate::memory::HostMemoryAccess;
+use crate::memory::{HostMemoryAccess, PidfdProcess};
 use crate::sys::range;
 use copy_pool::CopyDirection;
 use std::sync::Arc;
@@ -27,6 +27,8 @@ pub(crate) struct CopyBuffers {
     bounce: Vec<u8>,
     /// Bytes that the kernel copied for this thread since it last had nothing to do.
     spell: u64,
+    /// The process that had not ended after the last copy, since then: id and start.
+    alive: Option<(u32, u64)>,
 }
 
 /// The buffers are empty or bytes; no address in them is used after the call that put it there.
@@ -53,13 +55,11 @@ pub(crate) fn copy(
         }
         (HostMemoryAccess::There { process, base }, HostMemoryAccess::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.call(process.pid, CopyDirection::In, bytes)?;
-            // A process of the same id that came later is not what was meant.
-            if process.is_alive() { Ok(()) } else { Err(CopyFault::Source) }
+            scratch.call(process, CopyDirection::In, bytes)
         }
         (HostMemoryAccess::Here { base: here, .. }, HostMemoryAccess::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.call(process.pid, CopyDirection::Out, bytes)
+            scratch.call(process, CopyDirection::Out, bytes)
         }
         (HostMemoryAccess::There { .. }, HostMemoryAccess::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
@@ -94,12 +94,13 @@ impl CopyBuffers {
             remote: Vec::new(),
             bounce: Vec::new(),
             spell: 0,
+            alive: None,
         }
     }
 
     /// The thread has nothing to do.
     pub(crate) fn rest(&mut self) {
-        self.spell = 0;
+        (self.spell, self.alive) = (0, None);
     }
 
     fn fill(
@@ -114,10 +115,25 @@ impl CopyBuffers {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn call(&mut self, pid: u32, way: CopyDirection, bytes: u64) -> Result<(), CopyFault> {
+    fn call(
+        &mut self,
+        process: &PidfdProcess,
+        way: CopyDirection,
+        bytes: u64,
+    ) -> Result<(), CopyFault> {
         let run = bytes.max(self.spell);
         self.spell += self.local.iter().map(|range| range.iov_len as u64).sum::<u64>();
-        match (self.copy_pool.copy((pid, way, run), &self.local, &self.remote), way) {
+        // The kernel is told an id. It may be that of a process which came later: not if the one
+        // that is meant has not ended, neither ahead of the copy, so that nothing of it is read or
+        // written, nor after it.
+        // For the next piece of a run of reads the end of the last one is ahead.
+        let id = Some((process.pid, process.started));
+        let is_known = way == CopyDirection::In && self.alive == id;
+        let done = (is_known || process.is_alive())
+            && self.copy_pool.copy((process.pid, way, run), &self.local, &self.remote)
+            && process.is_alive();
+        self.alive = id.filter(|_| done);
+        match (done, way) {
             (true, _) => Ok(()),
             (false, CopyDirection::In) => Err(CopyFault::Source),
             (false, CopyDirection::Out) => Err(CopyFault::Destination),

@@ -7,9 +7,11 @@ use super::local_target::LocalTarget;
 use super::proof::check_dialler;
 use super::segment::ShmSegment;
 use super::tcp_target::TcpTarget;
-use super::{HostInboundLink, HostLinkKind};
+use super::{HostInboundLink, HostLinkKind, LocalPeer};
+use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
-use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION};
+use crate::doorbell::{HeardBell, PeerBell};
+use crate::proto::{HostControlMessage, HostVersionRange, PathPolicy, VERSION, local_version};
 use crate::shared::{HostLinkDriver, HostPlaneShared, HostWorkerCommand};
 use kvferry_engine::fabric::Address;
 use kvferry_fabric_common::{
@@ -101,6 +103,8 @@ pub(super) struct HostHello {
     pub(super) version: u32,
     /// It may say more than this plane knows.
     pub(super) later: bool,
+    /// The process that it says it is.
+    pub(super) pid: u32,
 }
 
 /// # Errors
@@ -129,7 +133,43 @@ pub(super) fn caller(
     }
     let from = HostPlaneAddress::decode(&Address(from.into()));
     let Some(from) = from else { return Err(refuse("an address of another kind", false)) };
-    Ok(HostHello { who: from.who, fence_key, link, ends, rules, version, later })
+    let (who, pid) = (from.who, from.pid);
+    Ok(HostHello { who, fence_key, link, ends, rules, version, later, pid })
+}
+
+/// Who connects, where it may.
+enum Greeted {
+    Local(LocalPeer),
+    Tcp,
+}
+
+/// Whether somebody may say hello at all: it is not listened to otherwise.
+fn admissible(hub: &HostPlaneShared, peer: &HandshakeSocket) -> Result<Greeted, String> {
+    match peer {
+        HandshakeSocket::Local(socket) => {
+            LocalPeer::new(socket.as_fd(), &hub.config.trust.uids).map(Greeted::Local)
+        }
+        HandshakeSocket::Tcp(..) if hub.config.allows(DataPath::Tcp) => Ok(Greeted::Tcp),
+        HandshakeSocket::Tcp(..) => {
+            Err("tcp is not served here: add it to `paths` on both sides".into())
+        }
+    }
+}
+
+/// What a local peer sends along with its hello.
+fn local_parts(
+    peer: LocalPeer,
+    (pid, version): (u32, u32),
+    fds: Vec<OwnedFd>,
+) -> Result<(LocalPeer, ShmSegment, PeerBell), String> {
+    local_version(version)?;
+    if pid != peer.process.pid {
+        let own = peer.process.pid;
+        return Err(format!("a hello of process {pid} by a socket of process {own}"));
+    }
+    let [segment, bell] =
+        <[OwnedFd; 2]>::try_from(fds).map_err(|_| "a hello without segment and doorbell")?;
+    Ok((peer, ShmSegment::map(&segment)?, PeerBell::new(bell)?))
 }
 
 /// None where nobody was welcomed.
@@ -138,13 +178,22 @@ fn greet(
     mut peer: HandshakeSocket,
     place: &ConnectionPlace,
 ) -> Option<()> {
-    let (hello, fds) = peer.receive().ok()?;
     let turn_away = |mut peer: HandshakeSocket, answer: &HostControlMessage| {
         // Counted first: who is told that it was refused may look.
         hub.counts.refused.fetch_add(1, Ordering::Relaxed);
         let _ = peer.send(answer, &[]);
         Some(())
     };
+    let refuse = |why, over| HostControlMessage::Refuse { why, over };
+    let greeted = match admissible(hub, &peer) {
+        Ok(greeted) => greeted,
+        Err(why) => {
+            // What it says has to be taken first, or the end of the connection takes the answer.
+            peer.discard();
+            return turn_away(peer, &refuse(why, false));
+        }
+    };
+    let (hello, fds) = peer.receive().ok()?;
     let answers = match check_dialler(hub, &mut peer, &hello) {
         Ok(answers) => answers,
         Err(why) => {
@@ -157,12 +206,12 @@ fn greet(
         Ok(caller) => caller,
         Err(answer) => return turn_away(peer, &answers.seal(*answer)),
     };
-    let shared = match &peer {
-        HandshakeSocket::Local(_) => {
-            let [segment, bell] = <[OwnedFd; 2]>::try_from(fds).ok()?;
-            Some((ShmSegment::map(&segment).ok()?, bell))
-        }
-        HandshakeSocket::Tcp(..) => None,
+    let local = match greeted {
+        Greeted::Tcp => None,
+        Greeted::Local(who) => match local_parts(who, (caller.pid, caller.version), fds) {
+            Ok(parts) => Some(parts),
+            Err(why) => return turn_away(peer, &answers.seal(refuse(why, false))),
+        },
     };
     // What follows takes no time of the peer's, and changes what it and others see.
     if !place.keep() {
@@ -170,35 +219,40 @@ fn greet(
     }
     let id = hub.fresh();
     let worker = hub.worker_of(id).clone();
-    let segment = shared.as_ref().map(|(segment, _)| segment.clone());
+    let segment = local.as_ref().map(|(_, segment, _)| segment.clone());
     let whose = (caller.who, caller.fence_key, caller.link);
-    let inbound = Arc::new(HostInboundLink::new(id, whose, worker.clone(), segment));
+    let inbound = Arc::new(HostInboundLink::new(id, whose, worker, segment));
     if let Err(why) = hub.admit(&inbound, &caller.ends) {
-        return turn_away(peer, &answers.seal(HostControlMessage::Refuse { why, over: true }));
+        return turn_away(peer, &answers.seal(refuse(why, true)));
     }
     let version = Some((caller.version, VERSION));
     let welcome = answers.seal(HostControlMessage::Welcome { rules: hub.rules(), version });
-    let told = || -> std::io::Result<OwnedFd> {
-        if shared.is_none() {
-            peer.send(&welcome, &[])?;
-        } else {
-            let table = hub
-                .with_registration_table(|table| rustix::io::fcntl_dupfd_cloexec(table.file(), 0));
-            peer.send(&welcome, &[worker.bell(), table?.as_fd()])?;
-        }
-        peer.unblock()
-    };
-    let Ok(socket) = told() else {
+    let said = (caller.rules, caller.later);
+    let Ok(driver) = welcomed(hub, (peer, local), welcome, said, inbound) else {
         hub.dismiss(id);
         return None;
     };
-    let driver: Box<dyn HostLinkDriver> = match shared {
-        Some((segment, bell)) => {
-            let said = (caller.rules, caller.later);
-            Box::new(LocalTarget::new(LocalLinkHandles::new(socket, bell, segment, said), inbound))
-        }
-        None => Box::new(TcpTarget::new(socket, inbound, caller.later)),
-    };
     hub.tell_worker(id, HostWorkerCommand::Add(id, driver));
     Some(())
+}
+
+/// Welcomes a peer; what serves it from then on.
+fn welcomed(
+    hub: &HostPlaneShared,
+    (mut peer, local): (HandshakeSocket, Option<(LocalPeer, ShmSegment, PeerBell)>),
+    welcome: HostControlMessage,
+    (rules, later): (PathPolicy, bool),
+    inbound: Arc<HostInboundLink>,
+) -> std::io::Result<Box<dyn HostLinkDriver>> {
+    let Some((who, segment, bell)) = local else {
+        peer.send(&welcome, &[])?;
+        return Ok(Box::new(TcpTarget::new(peer.unblock()?, inbound, later)));
+    };
+    let table =
+        hub.with_registration_table(|table| rustix::io::fcntl_dupfd_cloexec(table.file(), 0))?;
+    let (heard, rung) = HeardBell::pair()?;
+    peer.send(&welcome, &[rung.as_fd(), table.as_fd()])?;
+    let bells = (bell, Some(heard));
+    let ends = LocalLinkHandles::new((peer.unblock()?, who), bells, segment, (rules, later));
+    Ok(Box::new(LocalTarget::new(ends, inbound)))
 }

@@ -1,17 +1,19 @@
 //! Dials a peer and says hello. Each dial has a thread of its own for as long as it takes.
 
-use super::HostLinkKind;
 use super::handshake::HandshakeSocket;
 use super::local_initiator::LocalInitiator;
 use super::local_link::LocalLinkHandles;
-use super::outbound::{DoorbellTarget, HostOutboundLink};
+use super::outbound::{HostOutboundLink, LocalOutbound};
 use super::proof::say_hello;
 use super::segment::ShmSegment;
+use super::target::share_files;
 use super::tcp_initiator::TcpInitiator;
+use super::{HostLinkKind, LocalPeer};
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
+use crate::doorbell::{HeardBell, PeerBell};
 use crate::memory::{MemfdMapping, TABLE_BYTES};
-use crate::proto::{HostControlMessage, OLDEST, PathPolicy, VERSION};
+use crate::proto::{HostControlMessage, OLDEST, PathPolicy, VERSION, local_version};
 use crate::shared::{DialledLink, HostDialError, HostPlaneShared, HostWorkerEvent};
 use kvferry_fabric_common::spawn;
 use rustix::io::Errno;
@@ -76,10 +78,16 @@ pub(super) fn hello(
 }
 
 /// The rules of who let us in, and whether it may say more than this plane knows.
-pub(super) fn welcomed(answer: HostControlMessage) -> Result<(PathPolicy, bool), HostDialError> {
+pub(super) fn welcomed(
+    answer: HostControlMessage,
+    kind: HostLinkKind,
+) -> Result<(PathPolicy, bool), HostDialError> {
     match answer {
         HostControlMessage::Welcome { rules, version } => {
             let spoken = HostControlMessage::chosen(version).map_err(HostDialError::ours)?;
+            if kind == HostLinkKind::Local {
+                local_version(spoken.oldest).map_err(HostDialError::ours)?;
+            }
             Ok((rules, spoken.is_later()))
         }
         HostControlMessage::Refuse { why, over: gone } => {
@@ -141,21 +149,24 @@ fn dial_link(
         HostLinkKind::Tcp => format!("{}:{}: ", dial.to.host, dial.to.port),
     };
     let silent = |why| HostDialError::unreachable(format!("{at}{why}"), false);
+    let named = match dial.kind {
+        HostLinkKind::Local => {
+            let named = LocalPeer::new(peer.as_fd(), &hub.config.trust.uids);
+            Some(named.map_err(|why| HostDialError::ours(format!("not dialled: {why}")))?)
+        }
+        HostLinkKind::Tcp => None,
+    };
     let mut peer =
         HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
     let segment = segment.map_err(HostDialError::ours)?;
     let id = hub.fresh();
     let worker = hub.worker_of(id).clone();
-    // Nobody but the owner needs to hear how its writes went.
-    let (ours, heard_by) = match hub.bell() {
-        Some(bell) => (bell, DoorbellTarget::Owner),
-        None => (worker.bell(), DoorbellTarget::Thread),
-    };
-    let along: Vec<_> = segment.iter().flat_map(|(_, file)| [file.as_fd(), ours]).collect();
+    let (heard, rung) = HeardBell::pair().map_err(HostDialError::ours)?;
+    let along: Vec<_> = segment.iter().flat_map(|(_, file)| [file.as_fd(), rung.as_fd()]).collect();
     let (answer, fds) = say_hello(hub, (&mut peer, &at), hello(hub, dial, id), &along)?;
-    let (rules, later) = welcomed(answer)?;
-    let Some((segment, _)) = segment else {
+    let (rules, later) = welcomed(answer, dial.kind)?;
+    let (Some((segment, _)), Some(named)) = (segment, named) else {
         if !rules.paths.contains(&DataPath::Tcp) {
             return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
         }
@@ -167,9 +178,19 @@ fn dial_link(
         .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
     let table = MemfdMapping::new(&table, TABLE_BYTES, false).map_err(HostDialError::ours)?;
     let socket = peer.unblock().map_err(HostDialError::ours)?;
-    let ring_bell = bell.try_clone().map_err(HostDialError::ours)?;
-    let local = Some((&segment, ring_bell, heard_by));
-    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker.clone(), local));
-    let ends = LocalLinkHandles::new(socket, bell, segment, (rules, later));
+    let bell = PeerBell::new(bell).map_err(HostDialError::ours)?;
+    // Nobody but the owner needs to hear how its writes went.
+    let (by_owner, by_thread) = match hub.bell() {
+        Some(owner) => {
+            owner.watch(id, &heard).map_err(HostDialError::ours)?;
+            (Some(heard), None)
+        }
+        None => (None, Some(heard)),
+    };
+    let files = share_files([&hub.rules(), &rules]);
+    let local =
+        LocalOutbound { segment: segment.clone(), bell: bell.clone(), heard: by_owner, files };
+    let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Local, worker, Some(local)));
+    let ends = LocalLinkHandles::new((socket, named), (bell, by_thread), segment, (rules, later));
     Ok((link.clone(), Box::new(LocalInitiator::new(ends, link, table))))
 }

@@ -6,6 +6,7 @@ use crate::config::HostConfig;
 use crate::proto::{CONTROL_MAX, HostControlMessage, HostRecord};
 use kvferry_fabric_common::set_keepalive;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
@@ -73,6 +74,17 @@ impl HandshakeSocket {
             },
             HandshakeSocket::Tcp(peer, deadline) => Ok((receive(peer, *deadline)?, Vec::new())),
         }
+    }
+
+    /// Takes what the other side says first, whatever it is.
+    pub(super) fn discard(&mut self) {
+        let _whatever = match self {
+            HandshakeSocket::Local(peer) => {
+                let flags = RecvFlags::TRUNC;
+                rustix::net::recv(peer, &mut [0_u8; 1], flags).map(|_| ()).map_err(Error::from)
+            }
+            HandshakeSocket::Tcp(peer, deadline) => receive(peer, *deadline).map(|_| ()),
+        };
     }
 
     /// From here on it belongs to a thread that does not wait for it.

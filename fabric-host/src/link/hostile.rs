@@ -1,13 +1,13 @@
 //! Peers that say what no plane says: it costs them their connection, and is counted.
 
 use super::handshake::{receive, send};
-use super::outbound::DoorbellTarget;
+use super::outbound::LocalOutbound;
 use super::segment::ShmSegment;
 use super::stream::{pack, pack_control, words_of};
 use super::{HostLinkKind, HostOutboundLink, socket};
 use crate::copy::CopySlice;
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
-use crate::doorbell::WorkerHandle;
+use crate::doorbell::{HeardBell, PeerBell, WorkerHandle};
 use crate::memory::sealed;
 use crate::proto::{
     HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, HostRegionInfo, OLDEST,
@@ -22,7 +22,6 @@ use kvferry_engine::fabric::{
 };
 use kvferry_fabric_common::PlaneIdentity;
 use proptest::prelude::*;
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use std::io::{Read, Write};
@@ -152,7 +151,7 @@ pub(super) fn stranger(port: u16) -> HostPlaneAddress {
         hostname: "elsewhere".into(),
         host: "127.0.0.1".into(),
         port,
-        pid: 1,
+        pid: std::process::id(),
     }
 }
 
@@ -331,7 +330,7 @@ impl HostileLocalLink {
         let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         let name = victim.location().socket_name();
         connect(&socket, &SocketAddrUnix::new_abstract_name(&name).unwrap()).unwrap();
-        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let (_heard, bell) = HeardBell::pair().unwrap();
         socket::send(socket.as_fd(), &victim.hello(), &[file.as_fd(), bell.as_fd()]).unwrap();
         let answer = socket::receive(socket.as_fd(), false).map(|answer| answer.unwrap().0);
         (socket, answer)
@@ -376,7 +375,8 @@ fn segments_that_could_shrink_or_are_short_are_refused() {
     let short = sealed("short", 4_096).unwrap();
     for (n, file) in [unsealed, short].iter().enumerate() {
         let (_, answer) = HostileLocalLink::say_hello(&victim, file);
-        assert!(matches!(answer, Err(HostCloseReason::Closed)), "{answer:?}");
+        let Ok(HostControlMessage::Refuse { why, .. }) = answer else { panic!("{answer:?}") };
+        assert!(why.contains("memory file"), "{why}");
         victim.until("refused", |counters| counters.refused == n as u64 + 1);
     }
 }
@@ -536,13 +536,10 @@ fn answers_by_ring_to_what_was_not_asked_end_the_link() {
     {
         let (segment, _file) = ShmSegment::create().unwrap();
         let worker = Arc::new(WorkerHandle::new().unwrap());
-        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let link = HostOutboundLink::new(
-            1,
-            HostLinkKind::Local,
-            worker,
-            Some((&segment, bell, DoorbellTarget::Thread)),
-        );
+        let (_heard, bell) = HeardBell::pair().unwrap();
+        let bell = PeerBell::new(bell).unwrap();
+        let local = LocalOutbound { segment: segment.clone(), bell, heard: None, files: true };
+        let link = HostOutboundLink::new(1, HostLinkKind::Local, worker, Some(local));
         assert_eq!(Producer::new(segment.answers()).push(&record.words()), Ok(true));
         let mut heard = Vec::new();
         assert_eq!(

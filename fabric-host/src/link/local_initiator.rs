@@ -92,8 +92,7 @@ impl LocalInitiator {
         file: Option<OwnedFd>,
     ) -> Result<NegotiatedPaths, SessionDenial> {
         let rules = cx.hub.rules();
-        let process = self.ends.process.as_ref();
-        let (read, reach) = reach(&side, file, process, [&rules, &self.ends.rules])?;
+        let (read, reach) = reach(&side, file, &self.ends.peer, [&rules, &self.ends.rules])?;
         let place = place as usize;
         if place >= crate::memory::ROWS_MAX {
             return Err(SessionDenial {

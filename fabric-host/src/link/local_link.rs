@@ -1,11 +1,11 @@
 //! The connection of a local link, as both of its sides have it.
 
 use super::segment::ShmSegment;
-use super::socket;
-use crate::memory::{HostRegion, PidfdProcess};
+use super::{LocalPeer, socket};
+use crate::doorbell::{HeardBell, PeerBell};
+use crate::memory::HostRegion;
 use crate::proto::{HostControlMessage, PathPolicy};
 use crate::shared::HostCloseReason;
-use crate::sys;
 use rustix::event::epoll::EventFlags;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -14,11 +14,10 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct LocalLinkHandles {
     socket: OwnedFd,
-    /// Readable when the process has ended; none for a process of another namespace. A descriptor
-    /// of its own: sessions may keep the process for longer than it is watched.
-    watch: Option<OwnedFd>,
-    pub(super) process: Option<Arc<PidfdProcess>>,
-    pub(super) bell: OwnedFd,
+    pub(super) peer: LocalPeer,
+    pub(super) bell: PeerBell,
+    /// By what the peer rings our thread, if it does not ring the owner.
+    heard: Option<HeardBell>,
     pub(super) segment: ShmSegment,
     pub(super) rules: PathPolicy,
     /// The peer may say more than this plane knows.
@@ -33,19 +32,16 @@ impl LocalLinkHandles {
     /// Of a peer that was greeted, which said its rules and whether it may say more than this plane
     /// knows.
     pub(super) fn new(
-        socket: OwnedFd,
-        bell: OwnedFd,
+        (socket, peer): (OwnedFd, LocalPeer),
+        (bell, heard): (PeerBell, Option<HeardBell>),
         segment: ShmSegment,
         (rules, later): (PathPolicy, bool),
     ) -> LocalLinkHandles {
-        let process =
-            sys::peer_process(socket.as_fd()).and_then(|pid| PidfdProcess::open(pid).ok());
-        let watch = process.as_ref().and_then(|process| PidfdProcess::open(process.pid).ok());
         LocalLinkHandles {
             socket,
-            watch: watch.map(|process| process.handle),
-            process: process.map(Arc::new),
+            peer,
             bell,
+            heard,
             segment,
             rules,
             later,
@@ -58,26 +54,32 @@ impl LocalLinkHandles {
     /// See [`crate::shared::HostLinkDriver`].
     pub(super) fn fds(&self) -> Vec<(BorrowedFd<'_>, EventFlags)> {
         let socket = (self.socket.as_fd(), EventFlags::IN | EventFlags::OUT | EventFlags::ET);
-        let watch = self.watch.as_ref().map(|fd| (fd.as_fd(), EventFlags::IN));
-        std::iter::once(socket).chain(watch).collect()
+        let heard = self.heard.as_ref().map(|bell| (bell.fd(), EventFlags::IN));
+        [socket, (self.peer.watch.as_fd(), EventFlags::IN)].into_iter().chain(heard).collect()
     }
 
     /// Something happened at one of them.
     pub(super) fn ready(&mut self, index: usize) {
         match index {
             0 => (self.readable, self.writable) = (true, true),
-            _ => self.ended = true,
+            1 => self.ended = true,
+            _ => self.heard.iter().for_each(HeardBell::hear),
         }
     }
 
-    /// Sends a message with the file of a region, if it has one; false if the socket takes none.
+    /// Sends a message with what it says of a region: its file, or what shows that this process may
+    /// read it; false if the socket takes none.
     pub(super) fn send(
         &mut self,
         message: &HostControlMessage,
         region: Option<&Arc<HostRegion>>,
     ) -> Result<bool, HostCloseReason> {
-        let file = region.and_then(|region| region.file.as_ref());
-        let fds: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+        let along = match (message.side(), region) {
+            (Some(side), Some(region)) if side.file => region.file.as_ref(),
+            (Some(_), Some(region)) => region.proof.as_ref(),
+            _ => None,
+        };
+        let fds: Vec<_> = along.iter().map(|file| file.as_fd()).collect();
         self.writable = socket::send(self.socket.as_fd(), message, &fds)?;
         Ok(self.writable)
     }

@@ -3,9 +3,8 @@
 use super::HostInboundLink;
 use super::local_link::LocalLinkHandles;
 use super::segment::ShmRing;
-use super::target::{ANSWERS_MAX, TargetState};
+use super::target::{ANSWERS_MAX, TargetState, share_files};
 use crate::copy::{CopyFault, CopySlice, SliceCursor, copy};
-use crate::doorbell::ring;
 use crate::memory::HostRegion;
 use crate::path::reach;
 use crate::proto::{
@@ -15,7 +14,7 @@ use crate::ring::{Consumer, Producer};
 use crate::shared::{HostCloseReason, HostLinkDriver, SHORT_MAX, WorkerContext};
 use rustix::event::epoll::EventFlags;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records taken in one step.
@@ -78,14 +77,15 @@ impl LocalTarget {
         match self.ends.receive()? {
             None => return Ok(worked),
             Some((HostControlMessage::Open { session, region, token, local }, file)) => {
-                let LocalLinkHandles { process, rules, .. } = &self.ends;
+                let LocalLinkHandles { peer, rules, .. } = &self.ends;
+                let files = share_files([&cx.hub.rules(), rules]);
                 self.replies.push_back(self.state.open(
                     cx,
                     session,
                     (region, token),
-                    &local,
+                    (&local, files),
                     |ours| {
-                        let found = reach(&local, file, process.as_ref(), [ours, rules]);
+                        let found = reach(&local, file, peer, [ours, rules]);
                         found.map(|(path, source)| (path, Some(source)))
                     },
                 ));
@@ -121,7 +121,7 @@ impl LocalTarget {
         if self.unannounced_bytes.is_some_and(|bytes| idle || bytes >= QUIET_MAX) {
             self.unannounced_bytes = None;
             if self.answers.must_wake() {
-                ring(self.ends.bell.as_fd());
+                self.ends.bell.ring();
             }
         }
     }
@@ -134,7 +134,7 @@ impl LocalTarget {
             return Ok(false);
         }
         if self.requests.made_room() {
-            ring(self.ends.bell.as_fd());
+            self.ends.bell.ring();
         }
         let (record, rest) = HostRecord::decode(&cx.record).ok_or(HostCloseReason::Corrupt)?;
         match record {
@@ -191,7 +191,8 @@ impl LocalTarget {
             };
         }
         if state.status != HostCopyStatus::Done || work.cursor.is_at_end(&self.slices) {
-            state.bytes += work.bytes;
+            let sum = state.bytes.checked_add(work.bytes);
+            state.bytes = sum.ok_or(HostCloseReason::Corrupt)?;
             let ended = state.finish(cx, work.part);
             self.work = None;
             if let Some((answer, bytes)) = ended {

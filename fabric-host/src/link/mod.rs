@@ -7,6 +7,7 @@ mod handshake;
 mod inbound;
 mod local_initiator;
 mod local_link;
+mod local_peer;
 mod local_target;
 mod outbound;
 mod proof;
@@ -25,6 +26,7 @@ mod versions;
 pub(crate) use acceptor::{HostListeners, listen};
 pub(crate) use dial::{HostDialRequest, dial};
 pub(crate) use inbound::HostInboundLink;
+pub(crate) use local_peer::LocalPeer;
 pub(crate) use outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
 
 /// What carries a link.

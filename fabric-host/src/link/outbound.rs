@@ -4,7 +4,7 @@
 use super::HostLinkKind;
 use super::segment::{ShmRing, ShmSegment};
 use crate::copy::{CopyBuffers, CopyFault, CopySlice, copy};
-use crate::doorbell::{WorkerHandle, ring};
+use crate::doorbell::{HeardBell, PeerBell, WorkerHandle};
 use crate::memory::{HostMemoryAccess, HostRegion, MemfdMapping};
 use crate::proto::{
     HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, HostRegionInfo, PART_MAX,
@@ -14,7 +14,6 @@ use crate::ring::{Consumer, Ordering as RingOrdering, Producer};
 use crate::shared::HostCloseReason;
 use kvferry_fabric_common::lock;
 use std::collections::{BTreeSet, VecDeque};
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -112,13 +111,17 @@ pub(crate) enum HostLinkEvent {
 /// Answers taken at a time.
 const BURST: usize = 64;
 
-/// Whom the peer rings for its answers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum DoorbellTarget {
-    /// Our thread, who tells the owner.
-    Thread,
-    /// The owner, by the descriptor that it watches.
-    Owner,
+/// What the owner of a local link has of it.
+#[derive(Debug)]
+pub(crate) struct LocalOutbound {
+    pub(super) segment: ShmSegment,
+    /// Doorbell of the thread that serves us.
+    pub(super) bell: PeerBell,
+    /// By what the peer rings the owner for its answers. If there is none it rings our thread, who
+    /// tells the owner.
+    pub(super) heard: Option<HeardBell>,
+    /// Both sides take memory files.
+    pub(super) files: bool,
 }
 
 /// The ring of answers. The owner looks itself while it waits, so that an answer takes no way round
@@ -127,13 +130,41 @@ pub(crate) enum DoorbellTarget {
 struct HostCompletionRing {
     ring: Consumer<ShmRing>,
     record: Vec<u64>,
-    heard_by: DoorbellTarget,
+    heard: Option<HeardBell>,
+    /// The owner has announced that it sleeps, and not yet looked whether it was rung.
+    announced: bool,
+    /// The owner was rung, and has not yet heard that.
+    rung: bool,
     attended: bool,
 }
 
 impl HostCompletionRing {
+    /// Announces that who takes the answers goes to sleep; false if there is one.
+    fn sleep(&mut self) -> bool {
+        self.announced = true;
+        self.ring.sleep()
+    }
+
+    /// Who takes the answers looks by itself.
+    fn attend(&mut self) {
+        self.rung |= self.ring.attend() && self.announced;
+        self.announced = false;
+    }
+
+    /// Hears what the owner was rung for, so that what it watches is not readable for that.
+    fn hear(&mut self) {
+        if self.announced && self.ring.is_rung() {
+            self.rung = true;
+        }
+        if std::mem::take(&mut self.rung)
+            && let Some(bell) = &self.heard
+        {
+            bell.hear();
+        }
+    }
+
     fn are_the_owners(&self) -> bool {
-        self.attended || self.heard_by == DoorbellTarget::Owner
+        self.attended || self.heard.is_some()
     }
 }
 
@@ -141,9 +172,11 @@ impl HostCompletionRing {
 pub(crate) struct HostOutboundLink {
     pub(crate) id: u64,
     pub(crate) kind: HostLinkKind,
+    /// Both sides take memory files.
+    files: bool,
     worker: Arc<WorkerHandle>,
     /// Doorbell of the thread that serves us.
-    bell: Option<OwnedFd>,
+    bell: Option<PeerBell>,
     out: Mutex<OutboundQueues>,
     answers: Option<Mutex<HostCompletionRing>>,
 }
@@ -153,16 +186,21 @@ impl HostOutboundLink {
         id: u64,
         kind: HostLinkKind,
         worker: Arc<WorkerHandle>,
-        local: Option<(&ShmSegment, OwnedFd, DoorbellTarget)>,
+        local: Option<LocalOutbound>,
     ) -> HostOutboundLink {
-        let ring = local.as_ref().map(|(segment, ..)| Producer::new(segment.requests()));
-        let answers = local.as_ref().map(|&(segment, _, heard_by)| {
-            let ring = Consumer::new(segment.answers());
-            Mutex::new(HostCompletionRing { ring, record: Vec::new(), heard_by, attended: false })
-        });
-        let bell = local.map(|(_, bell, _)| bell);
+        let ring = local.as_ref().map(|local| Producer::new(local.segment.requests()));
+        let files = local.as_ref().is_some_and(|local| local.files);
+        let (bell, answers) = local
+            .map(|LocalOutbound { segment, bell, heard, .. }| {
+                let ring = Consumer::new(segment.answers());
+                let (announced, rung, attended) = (false, false, false);
+                let record = Vec::new();
+                let ring = HostCompletionRing { ring, record, heard, announced, rung, attended };
+                (bell, Mutex::new(ring))
+            })
+            .unzip();
         let out = OutboundQueues { ring, ..OutboundQueues::default() };
-        HostOutboundLink { id, kind, worker, bell, out: Mutex::new(out), answers }
+        HostOutboundLink { id, kind, files, worker, bell, out: Mutex::new(out), answers }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, OutboundQueues> {
@@ -222,17 +260,34 @@ impl HostOutboundLink {
         let Some(mut answers) = self.answers().filter(|answers| answers.are_the_owners()) else {
             return;
         };
-        let rung = answers.heard_by == DoorbellTarget::Owner;
-        if self.take(&mut answers, heard).is_err() || rung && self.flush_ring().is_err() {
+        let mut is_broken = self.take(&mut answers, heard).is_err();
+        if answers.heard.is_some() {
+            match self.flush_ring() {
+                // It was rung for the room, too.
+                Ok(worked) => answers.rung |= worked,
+                Err(_) => is_broken = true,
+            }
+        }
+        if is_broken {
             self.lock().broken = true;
             self.worker.wake();
         }
     }
 
+    /// The owner was rung by the peer, for whatever.
+    pub(crate) fn hear_bell(&self) {
+        if let Some(bell) = self.answers().as_ref().and_then(|answers| answers.heard.as_ref()) {
+            bell.hear();
+        }
+    }
+
     /// Announces that the owner goes to sleep; false if there is an answer that is its to take.
     pub(crate) fn sleep_of_owner(&self) -> bool {
-        self.answers().is_none_or(|answers| {
-            answers.heard_by == DoorbellTarget::Thread || answers.ring.sleep()
+        self.answers().is_none_or(|mut answers| {
+            answers.heard.is_none() || {
+                answers.hear();
+                answers.sleep()
+            }
         })
     }
 
@@ -241,16 +296,16 @@ impl HostOutboundLink {
         let Some(mut answers) = self.answers() else { return true };
         answers.attended = attended;
         if attended {
-            // A bell of before is for the thread, which leaves the record to us.
-            let _rung = answers.ring.attend();
+            // A bell of before is for who slept, which leaves the record to us.
+            answers.attend();
             return true;
         }
-        answers.ring.sleep()
+        answers.sleep()
     }
 
     /// Asks for a session.
     pub(crate) fn open(&self, session: u32, claim: (u32, u64), region: Arc<HostRegion>) {
-        let local = HostRegionInfo::of(&region, self.kind == HostLinkKind::Local);
+        let local = HostRegionInfo::of(&region, self.files);
         let message = HostControlMessage::Open { session, region: claim.0, token: claim.1, local };
         self.lock().controls.push_back((message, Some(region)));
         self.worker.wake();
@@ -310,7 +365,7 @@ impl HostOutboundLink {
         match (&out.ring, &self.bell) {
             (Some(producer), Some(bell)) => {
                 if producer.must_wake() {
-                    ring(bell.as_fd());
+                    bell.ring();
                 }
                 if out.broken {
                     self.worker.wake();
@@ -340,7 +395,7 @@ impl HostOutboundLink {
             && producer.must_wake()
             && let Some(bell) = &self.bell
         {
-            ring(bell.as_fd());
+            bell.ring();
         }
         Ok(worked)
     }
@@ -368,19 +423,19 @@ impl HostOutboundLink {
     /// Wakes the peer's thread.
     pub(super) fn ring_peer(&self) {
         if let Some(bell) = &self.bell {
-            ring(bell.as_fd());
+            bell.ring();
         }
     }
 }
 
 impl HostRegionInfo {
-    /// What a peer is told of a region.
-    pub(crate) fn of(region: &HostRegion, local: bool) -> HostRegionInfo {
+    /// What a peer is told of a region, whose memory file it gets if both sides take files.
+    pub(crate) fn of(region: &HostRegion, files: bool) -> HostRegionInfo {
         let process = match &region.reach {
             HostMemoryAccess::There { process, .. } => Some((process.pid, process.started)),
             HostMemoryAccess::Here { .. } => None,
         };
-        let file = local && region.file.is_some();
+        let file = files && region.file.is_some();
         HostRegionInfo { base: region.reach.base(), len: region.len, process, file }
     }
 }

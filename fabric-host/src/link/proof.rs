@@ -119,7 +119,7 @@ mod tests {
     use super::super::handshake::{receive, send};
     use super::super::hostile::{Victim, deadline, is_dropped};
     use super::*;
-    use crate::HostConfig;
+    use crate::{HostConfig, PeerTrust};
     use kvferry_trust::NO_OFFER;
     use kvferry_trust::{FleetSecret, SecretAnswer, SecretOffer};
     use std::fs::{self, Permissions};
@@ -133,7 +133,10 @@ mod tests {
         let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
         fs::write(&path, OURS).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
-        let config = HostConfig { secret_file: Some(path.clone()), ..HostConfig::default() };
+        let config = HostConfig {
+            trust: PeerTrust { secret_file: Some(path.clone()), ..PeerTrust::default() },
+            ..HostConfig::default()
+        };
         let victim = Victim::of(HostConfig { connect_ms: 600_000, ..config });
         fs::remove_file(path).unwrap();
         victim

@@ -32,6 +32,11 @@ pub(super) struct TargetSession {
 /// Which path writes take, and by what their source is reached, if not by TCP.
 pub(super) type TargetRoute = (DataPath, Option<HostMemoryAccess>);
 
+/// True if both sides take memory files.
+pub(super) fn share_files(rules: [&PathPolicy; 2]) -> bool {
+    rules.iter().all(|rules| rules.paths.contains(&DataPath::SharedMemory))
+}
+
 #[derive(Debug)]
 pub(super) struct TargetState {
     pub(super) inbound: Arc<HostInboundLink>,
@@ -53,7 +58,7 @@ impl TargetState {
         cx: &WorkerContext,
         session: u32,
         (region, token): (u32, u64),
-        local: &HostRegionInfo,
+        (local, files): (&HostRegionInfo, bool),
         route: impl FnOnce(&PathPolicy) -> Result<TargetRoute, SessionDenial>,
     ) -> (HostControlMessage, Option<Arc<HostRegion>>) {
         let deny = |why: &str| SessionDenial { why: why.into(), tcp: false };
@@ -64,7 +69,7 @@ impl TargetState {
             let (region, place) =
                 cx.hub.region(region, token).ok_or_else(|| deny("the region is not registered"))?;
             let (path, source) = route(&cx.hub.rules())?;
-            let answer = (path, HostRegionInfo::of(&region, source.is_some()), place);
+            let answer = (path, HostRegionInfo::of(&region, files), place);
             let known = region.clone();
             let entry = TargetSession { region, source, peer_len: local.len, path };
             self.sessions.insert(session, entry);

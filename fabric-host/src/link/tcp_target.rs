@@ -69,7 +69,8 @@ impl TcpTarget {
             HostRecord::Control { bytes } => match unpack_control(bytes, rest, self.later) {
                 Some(HostControlMessage::Open { session, region, token, local }) => {
                     let by_tcp = |_: &_| Ok((DataPath::Tcp, None));
-                    let (answer, _) = self.state.open(cx, session, (region, token), &local, by_tcp);
+                    let (answer, _) =
+                        self.state.open(cx, session, (region, token), (&local, false), by_tcp);
                     self.stream.queue(TcpFrame::plain(pack_control(&answer)));
                 }
                 Some(HostControlMessage::Unknown) => {}
@@ -93,7 +94,7 @@ impl TcpTarget {
         if region.is_none() {
             self.state.refuse();
         }
-        self.state.bytes = self.state.bytes.saturating_add(left);
+        self.state.bytes = self.state.bytes.checked_add(left).ok_or(HostCloseReason::Corrupt)?;
         self.work =
             Some((part, ScatterReceive { region, slices, cursor: SliceCursor::default(), left }));
         Ok(())

@@ -70,6 +70,11 @@ impl MemfdMapping {
         let _without = std::thread::Builder::new().name("kvferry-pages".into()).spawn(enter);
     }
 
+    /// True if none of its pages was missing in the file when it was mapped.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.whole
+    }
+
     /// The first byte.
     pub(crate) fn start(&self) -> *mut u8 {
         self.start

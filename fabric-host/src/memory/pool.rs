@@ -2,11 +2,17 @@
 
 use super::MemfdMapping;
 use kvferry_engine::fabric::Memory;
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use kvferry_fabric_common::lock;
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fcntl_get_seals, fstat,
+    ftruncate, memfd_create,
+};
+use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Whether a pool is to have huge pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,7 +33,7 @@ const HUGE: u64 = 2 << 20;
 /// A sealed memory file, mapped: memory of a process that allocates its own KV pool.
 #[derive(Debug)]
 pub struct MemfdPool {
-    map: MemfdMapping,
+    map: Arc<MemfdMapping>,
     file: OwnedFd,
     huge: u64,
 }
@@ -52,6 +58,38 @@ pub(super) fn sealed_file(
     Ok(file)
 }
 
+/// Has all bytes of a file be there. For huge pages on advice it comes after they were touched, as
+/// it allocates ordinary ones.
+fn allocate(file: &OwnedFd, len: u64) -> Result<(), String> {
+    fallocate(file, FallocateFlags::empty(), 0, len)
+        .map_err(|why| format!("memory file of {len} bytes: {why}; take a smaller pool"))
+}
+
+/// Device and number of a file.
+type FileId = (u64, u64);
+
+/// The pools of this process, which have the only mappings that write to their files once those are
+/// registered.
+static POOLS: Mutex<Vec<(FileId, Weak<MemfdMapping>)>> = Mutex::new(Vec::new());
+
+fn file_id(file: &OwnedFd) -> Result<FileId, Errno> {
+    let stat = fstat(file)?;
+    Ok((stat.st_dev, stat.st_ino))
+}
+
+/// The mapping of the pool of this process that has a file, if one has it. From then on nobody maps
+/// it for writing, writes it or punches holes into it any more, however it is opened.
+pub(super) fn claim_pool(file: &OwnedFd) -> Result<Option<Arc<MemfdMapping>>, Errno> {
+    let id = file_id(file)?;
+    let found = lock(&POOLS).iter().find(|(known, _)| *known == id).map(|(_, map)| map.upgrade());
+    let Some(map) = found.flatten() else { return Ok(None) };
+    let seals = SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+    if !fcntl_get_seals(file)?.contains(seals) {
+        fcntl_add_seals(file, seals)?;
+    }
+    Ok(Some(map))
+}
+
 impl MemfdPool {
     /// Allocates `len` bytes, rounded up to whole pages, all zero and all there: every page is
     /// touched.
@@ -73,7 +111,11 @@ impl MemfdPool {
             Some(pool) => pool,
             None => {
                 let len = len.checked_next_multiple_of(4_096).ok_or("longer than can be")?;
-                let file = sealed("kvferry-pool", len)?;
+                let none = MemfdFlags::empty();
+                let file = sealed_file("kvferry-pool", len, none, SealFlags::empty())?;
+                if huge == HugePages::No {
+                    allocate(&file, len)?;
+                }
                 let map = MemfdMapping::new(&file, len, true)?;
                 if huge == HugePages::Try {
                     // SAFETY: Advice on a mapping of ours changes none of its bytes. Whether it
@@ -88,20 +130,27 @@ impl MemfdPool {
             // SAFETY: Inside the mapping, which nobody else knows yet.
             unsafe { map.start().add(at).write_volatile(0) };
         }
+        allocate(&file, map.len() as u64)?;
         let huge = huge_bytes(map.start() as u64);
+        let map = Arc::new(map);
+        let id = file_id(&file).map_err(|why| format!("memory file: {why}"))?;
+        let mut pools = lock(&POOLS);
+        pools.retain(|(_, map)| map.strong_count() > 0);
+        pools.push((id, Arc::downgrade(&map)));
         Ok(MemfdPool { map, file, huge })
     }
 
     fn reserved(len: u64) -> Result<(OwnedFd, MemfdMapping), String> {
         let len = len.checked_next_multiple_of(HUGE).ok_or("longer than can be")?;
         let flags = MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
-        let file = sealed_file("kvferry-pool", len, flags, SealFlags::SEAL)?;
+        let file = sealed_file("kvferry-pool", len, flags, SealFlags::empty())?;
         let map = MemfdMapping::new(&file, len, true)?;
         Ok((file, map))
     }
 
     /// What to register. The pool has to outlive the registration only in the sense that its bytes
-    /// are there: planes keep the file open.
+    /// are there: planes keep the file open. From the registration on its file can be written by
+    /// the mappings of this process alone.
     pub fn memory(&self) -> Memory {
         Memory::MemFd { fd: self.file.as_raw_fd(), len: self.map.len() as u64 }
     }

@@ -1,11 +1,13 @@
 //! Registered memory.
 
 use super::MemfdMapping;
+use super::pool::claim_pool;
 use crate::sys;
 use kvferry_engine::fabric::{FabricError, Memory, RegionId};
+use rustix::fs::{FallocateFlags, Mode, OFlags, fallocate, fchmod, fstat};
 use rustix::io::{Errno, fcntl_dupfd_cloexec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
 /// A process by more than its id.
@@ -27,7 +29,25 @@ impl PidfdProcess {
         Ok(PidfdProcess { pid, started: sys::started(pid).unwrap_or(0), handle })
     }
 
-    /// True if it has not ended. Bytes copied ahead of that came from it and no successor.
+    /// The process at the other end of a Unix socket, of this id.
+    ///
+    /// # Errors
+    /// It has ended, or there is no descriptor for it.
+    pub(crate) fn of_peer(socket: BorrowedFd<'_>, pid: u32) -> Result<PidfdProcess, Errno> {
+        match sys::peer_pidfd(socket) {
+            Ok(handle) => Ok(PidfdProcess { pid, started: sys::started(pid).unwrap_or(0), handle }),
+            Err(Errno::NOPROTOOPT) => {
+                let now = sys::ticks_since_boot();
+                let process = PidfdProcess::open(pid)?;
+                // One that took its id since then is not meant.
+                if process.started <= now { Ok(process) } else { Err(Errno::SRCH) }
+            }
+            Err(why) => Err(why),
+        }
+    }
+
+    /// True if it has not ended. Asked after a copy it says that what was at the other side was it,
+    /// and no successor of the same id.
     pub(crate) fn is_alive(&self) -> bool {
         sys::is_alive(&self.handle)
     }
@@ -68,13 +88,26 @@ pub(crate) struct HostRegion {
     pub(crate) token: u64,
     pub(crate) len: u64,
     pub(crate) reach: HostMemoryAccess,
-    /// The memory file that others may map.
+    /// The memory file, for others to read.
     pub(crate) file: Option<OwnedFd>,
+    /// The open memory of another process: shows to peers that this one may read it.
+    pub(crate) proof: Option<OwnedFd>,
     alive: RwLock<bool>,
 }
 
 fn backend(text: String) -> FabricError {
     FabricError::Backend(text.into())
+}
+
+/// A descriptor of a memory file by which it can be read and not written, whoever gets it. It
+/// cannot be opened again for more by another user.
+fn for_readers(file: &OwnedFd) -> Result<OwnedFd, Errno> {
+    let mode = fstat(file)?.st_mode;
+    if mode & 0o077 != 0 {
+        fchmod(file, Mode::from_raw_mode(mode & 0o700))?;
+    }
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
 }
 
 impl HostRegion {
@@ -83,7 +116,7 @@ impl HostRegion {
     /// # Errors
     /// Why it cannot be used.
     pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<HostRegion, FabricError> {
-        let mut file = None;
+        let (mut file, mut proof) = (None, None);
         let reach = match memory {
             Memory::Own { base, len } => {
                 match sys::probe_process(std::process::id(), base, len) {
@@ -99,10 +132,23 @@ impl HostRegion {
                 let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
                 let ours = fcntl_dupfd_cloexec(theirs, 0)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
-                let map = MemfdMapping::new(&ours, len, true)
-                    .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
-                file = Some(ours);
-                let map = Arc::new(map);
+                let pool =
+                    claim_pool(&ours).map_err(|why| backend(format!("descriptor {fd}: {why}")));
+                let map = match pool?.filter(|pool| pool.len() as u64 >= len) {
+                    Some(pool) => pool,
+                    None => {
+                        let map = MemfdMapping::new(&ours, len, true);
+                        Arc::new(map.map_err(|why| backend(format!("descriptor {fd}: {why}")))?)
+                    }
+                };
+                if !map.is_whole() {
+                    // Peers take no file with holes: to read one makes their memory of it.
+                    fallocate(&ours, FallocateFlags::empty(), 0, len)
+                        .map_err(|why| backend(format!("descriptor {fd}: {len} bytes: {why}")))?;
+                }
+                let theirs = for_readers(&ours)
+                    .map_err(|why| backend(format!("descriptor {fd}, for readers: {why}")))?;
+                file = Some(theirs);
                 map.enter_pages();
                 HostMemoryAccess::Here { base: map.start() as u64, map: Some(map) }
             }
@@ -116,11 +162,14 @@ impl HostRegion {
                          and ptrace access, see /proc/sys/kernel/yama/ptrace_scope"
                     )),
                 })?;
+                // Without one, peers that would copy from it refuse, and say why.
+                proof = std::fs::File::open(format!("/proc/{pid}/mem")).ok().map(OwnedFd::from);
                 HostMemoryAccess::There { process: Arc::new(process), base }
             }
             other => return Err(backend(format!("{other:?} is not for this plane"))),
         };
-        Ok(HostRegion { id, token, len: memory.len(), reach, file, alive: RwLock::new(true) })
+        let (len, alive) = (memory.len(), RwLock::new(true));
+        Ok(HostRegion { id, token, len, reach, file, proof, alive })
     }
 
     /// Keeps the region registered as long as the guard is held; none if it is not any more.

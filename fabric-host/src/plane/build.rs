@@ -72,7 +72,8 @@ impl HostPlane {
     /// A setting that cannot be, an address that cannot be listened at, or what the system lacks.
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
-        let proof = FleetProof::open(config.secret_file.as_deref()).map_err(HostError::Config)?;
+        let proof =
+            FleetProof::open(config.trust.secret_file.as_deref()).map_err(HostError::Config)?;
         let host = advertised(&config)?;
         let incarnation = draw_incarnation().map_err(HostError::System)?;
         let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };

@@ -2,6 +2,7 @@
 
 use super::{HostOpening, HostPeer, HostPeerLink, HostPlane, HostQuiescePending, HostSession};
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
+use crate::doorbell::OwnerBell;
 use crate::link::{HostDialRequest, HostLinkKind, dial};
 use crate::memory::HostRegion;
 use kvferry_engine::core::time::Nanos;
@@ -176,11 +177,14 @@ impl DataPlane for HostPlane {
     }
 
     fn doorbell(&mut self) -> Option<BorrowedFd<'_>> {
-        self.hub.make_bell()
+        self.hub.make_bell().map(OwnerBell::fd)
     }
 
     fn poll(&mut self, now: Nanos, out: &mut Vec<DataEvent>) -> NextPoll {
         self.inline_copier.rest();
+        if let Some(bell) = self.hub.bell() {
+            bell.hear();
+        }
         self.take_worker_events();
         let news = !self.ledger.events.is_empty();
         out.extend(self.ledger.events.drain(..));
@@ -190,6 +194,9 @@ impl DataPlane for HostPlane {
         let told = self.outcomes.iter().all(|ring| ring.sleep());
         if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
             return NextPoll::Ready;
+        }
+        if !news {
+            self.hear_strays();
         }
         next_poll(now, self.next_deadline())
     }

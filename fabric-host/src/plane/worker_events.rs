@@ -35,6 +35,17 @@ impl HostPlane {
         self.run_quiesce_probes();
     }
 
+    /// Hears peers that rang for nothing: what the owner watches would be readable for ever.
+    pub(super) fn hear_strays(&self) {
+        if let Some(bell) = self.hub.bell() {
+            bell.rung(|link| {
+                if let Some(link) = self.links.get(&link) {
+                    link.hear_bell();
+                }
+            });
+        }
+    }
+
     /// Takes what peers answered by their rings, if that is ours to do.
     fn poll_completion_rings(&mut self) {
         if self.busy_polling_since.is_none() && self.hub.bell().is_none() {

@@ -18,8 +18,11 @@ const PIECE: u64 = 1 << 20;
 pub(super) enum BenchMemory {
     Host {
         pool: MemfdPool,
-        /// The same as a file, by which bytes are read and written while others do so, too.
+        /// The same as a file, by which bytes are read while others write them.
         file: File,
+        /// The memory of this process, by which bytes are written: the file takes none once a plane
+        /// has it.
+        writer: File,
         /// The plane takes it as memory of this process.
         is_own: bool,
         len: u64,
@@ -45,9 +48,12 @@ impl BenchMemory {
         let path = format!("/proc/self/fd/{fd}");
         let file = OpenOptions::new().read(true).write(true).open(&path);
         let file = file.map_err(|why| format!("{path}, a memory file: {why}"))?;
+        let path = "/proc/self/mem";
+        let writer = OpenOptions::new().write(true).open(path);
+        let writer = writer.map_err(|why| format!("{path}: {why}"))?;
         // MoRI takes memory of its own process only.
         let is_own = matches!(plan.plane, PlaneConfig::Mori(_));
-        Ok(BenchMemory::Host { pool, file, is_own, len })
+        Ok(BenchMemory::Host { pool, file, writer, is_own, len })
     }
 
     pub(super) fn memory(&self) -> Memory {
@@ -79,13 +85,16 @@ impl BenchMemory {
         len: u64,
         seed: u64,
     ) -> io::Result<()> {
-        let file = self.file()?;
+        let (writer, base) = match self {
+            BenchMemory::Host { writer, pool, .. } => (writer, pool.start() as u64),
+            BenchMemory::Device(_) => return self.file().map(|_| ()),
+        };
         let mut bytes = vec![0; PIECE.min(len) as usize];
         for (at, place) in ranges {
             for done in (0..len).step_by(PIECE as usize) {
                 let piece = &mut bytes[..PIECE.min(len - done) as usize];
                 pattern(seed, place + done, piece);
-                file.write_all_at(piece, at + done)?;
+                writer.write_all_at(piece, base + at + done)?;
             }
         }
         Ok(())

@@ -43,7 +43,7 @@ pub(super) fn memlock(limit: Rlimit, has_rdma: bool) -> Check {
 /// Descriptors: each connection of a peer has some.
 pub(super) fn open_files(limit: Rlimit) -> Check {
     let links = HostConfig::default().links_max;
-    let wanted = u64::from(links) * 4;
+    let wanted = u64::from(links) * 5;
     let (soft, hard) = (amount(limit.current, ""), amount(limit.maximum, ""));
     let found = format!("{soft}, at most {hard}; up to {links} peers connect to each rank");
     match limit.current {
@@ -106,8 +106,8 @@ mod tests {
     fn few_open_files_are_a_warning() {
         let check = open_files(limit(Some(1_024), Some(524_288)));
         assert_eq!(check.status, CheckStatus::Warn);
-        assert!(check.remedy.is_some_and(|text| text.contains("ulimit -n 4096")));
-        assert_eq!(open_files(limit(Some(4_096), None)).status, CheckStatus::Ok);
+        assert!(check.remedy.is_some_and(|text| text.contains("ulimit -n 5120")));
+        assert_eq!(open_files(limit(Some(5_120), None)).status, CheckStatus::Ok);
         assert_eq!(open_files(limit(None, None)).status, CheckStatus::Ok);
     }
 

@@ -30,7 +30,7 @@ use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, bracketed};
-use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_host::{HostConfig, PeerTrust};
 use kvferry_fabric_mori::MoriConfig;
 use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::{EngineConfig, SimEngine};
@@ -173,7 +173,8 @@ fn rank_parts(
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;
-            PlaneConfig::Host(HostConfig { slower, secret_file, ..HostConfig::default() })
+            let trust = PeerTrust { secret_file, ..PeerTrust::default() };
+            PlaneConfig::Host(HostConfig { slower, trust, ..HostConfig::default() })
         }
         FabricArg::Mori => PlaneConfig::Mori(MoriConfig { secret_file, ..MoriConfig::default() }),
     };

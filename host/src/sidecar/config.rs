@@ -9,7 +9,7 @@ use crate::instance::{Overrides, incarnations};
 use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
 use kvferry_engine::text::nearest;
-use kvferry_fabric_host::{DataPath, HostConfig};
+use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
 use kvferry_trust::VARIABLE;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -29,7 +29,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "socket",
     "metrics",
     "secret_file",
@@ -39,6 +39,7 @@ const KEYS: [&str; 11] = [
     "spin_us",
     "paths",
     "slower",
+    "uids",
     "set",
     "state",
 ];
@@ -89,6 +90,10 @@ pub(crate) struct ConfigLayer {
     #[arg(long, value_name = "BOOL", value_parser = slower,
         num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     slower: Option<bool>,
+    /// Ids of users beside the own one whose processes may connect to the data plane on this host,
+    /// with commas between; none by default
+    #[arg(long, value_name = "UIDS", value_parser = uids)]
+    uids: Option<Uids>,
     /// Times and limits of the protocol where the connector says nothing of them, with commas
     /// between: protocol.lease_ms=20000; a file has them as tables
     #[arg(long, value_name = "TABLE.KEY=VALUE", value_parser = limits_given)]
@@ -101,6 +106,9 @@ pub(crate) struct ConfigLayer {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Paths(Vec<DataPath>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Uids(Vec<u32>);
 
 /// How a host is to be.
 #[derive(Clone, Debug)]
@@ -198,6 +206,15 @@ fn slower(text: &str) -> Result<bool, String> {
     text.parse().map_err(|_| format!("slower = {text:?}: it has to be true or false"))
 }
 
+fn uids(text: &str) -> Result<Uids, String> {
+    let uid = |uid: &str| {
+        uid.parse()
+            .map_err(|_| format!("uids = {text:?}: {uid:?} is no number of a user, see id -u"))
+    };
+    let uids = text.split(',').map(str::trim).filter(|uid| !uid.is_empty());
+    uids.map(uid).collect::<Result<_, _>>().map(Uids)
+}
+
 /// What to say of a key that there is not.
 fn unknown(key: &str, known: &[&str]) -> String {
     match nearest(key, known) {
@@ -222,6 +239,7 @@ impl ConfigLayer {
             "spin_us" => self.spin_us = Some(spin_us(text)?),
             "paths" => self.paths = Some(paths(text)?),
             "slower" => self.slower = Some(slower(text)?),
+            "uids" => self.uids = Some(uids(text)?),
             // Tables of a file may have been taken before.
             "set" => self.set.get_or_insert_default().assign(text)?,
             "state" => self.state = Some(state(text)?),
@@ -241,6 +259,7 @@ impl ConfigLayer {
             spin_us: self.spin_us.or(other.spin_us),
             paths: self.paths.or(other.paths),
             slower: self.slower.or(other.slower),
+            uids: self.uids.or(other.uids),
             set: match (self.set, other.set) {
                 (Some(first), Some(then)) => Some(first.or(&then)),
                 (first, then) => first.or(then),
@@ -282,7 +301,9 @@ impl ConfigLayer {
             }
             let Some(text) = plain(value.get_ref()) else {
                 let why = match KEYS.contains(&key_text) {
-                    true => "a text, a whole number, true, false or a list of texts is expected",
+                    true => {
+                        "a text, a whole number, true, false or a list of texts or whole numbers is expected"
+                    }
                     false => &unknown(key_text, &KEYS),
                 };
                 return Err(fail(format!("{key_text}: {why}")));
@@ -322,7 +343,7 @@ fn plain(value: &DeValue<'_>) -> Option<String> {
         DeValue::Boolean(flag) => Some(flag.to_string()),
         DeValue::Array(entries) => {
             let texts = entries.iter().map(|entry| match entry.get_ref() {
-                DeValue::String(text) => Some(text.as_ref()),
+                entry @ (DeValue::String(_) | DeValue::Integer(_)) => plain(entry),
                 _ => None,
             });
             Some(texts.collect::<Option<Vec<_>>>()?.join(","))
@@ -377,7 +398,10 @@ impl HostArgs {
                     spin_us: given.spin_us.unwrap_or(default.spin_us),
                     paths: given.paths.map_or(default.paths, |Paths(paths)| paths),
                     slower: given.slower.unwrap_or(default.slower),
-                    secret_file: given.secret_file.or(of_fleet),
+                    trust: PeerTrust {
+                        uids: given.uids.map_or(Vec::new(), |Uids(uids)| uids),
+                        secret_file: given.secret_file.or(of_fleet),
+                    },
                     ..HostConfig::default()
                 },
                 limits,

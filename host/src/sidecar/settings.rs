@@ -6,7 +6,7 @@ use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::text::nearest;
-use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_host::{HostConfig, PeerTrust};
 use kvferry_fabric_mori::MoriConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -89,12 +89,13 @@ pub struct ConnectorSettings {
     pub host: HostStart,
     /// Path of the host's socket; empty for one that is named by the engine's id.
     pub socket: String,
-    /// File of the fleet's secret, in place of the one that the host is told of.
-    #[serde(default)]
-    pub secret_file: Option<PathBuf>,
     /// Times and limits: the tables `protocol`, `channel` and `operations`.
     #[serde(default)]
     pub limits: Overrides,
+    /// File of the fleet's secret, in place of the one that the host is told of.
+    // The last, and left out where there is none: settings are also sent by place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secret_file: Option<PathBuf>,
 }
 
 impl Default for ConnectorSettings {
@@ -117,8 +118,8 @@ impl Default for ConnectorSettings {
             transfer: None,
             host: HostStart::Spawn,
             socket: String::new(),
-            secret_file: None,
             limits: Overrides::default(),
+            secret_file: None,
         }
     }
 }
@@ -386,12 +387,12 @@ impl ConnectorSettings {
     /// # Errors
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
-        let secret_file = self.secret_file.clone().or_else(|| fabric.secret_file.clone());
+        let secret_file = self.secret_file.clone().or_else(|| fabric.trust.secret_file.clone());
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                let config = HostConfig { workers, secret_file, ..fabric.clone() };
-                return Ok(PlaneConfig::Host(config));
+                let trust = PeerTrust { secret_file, ..fabric.trust.clone() };
+                return Ok(PlaneConfig::Host(HostConfig { workers, trust, ..fabric.clone() }));
             }
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,

@@ -54,7 +54,7 @@ pub(super) fn start(
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let [handshake, notify] = ports(engine)?;
-    let secret_file = settings.secret_file.as_ref().or(operator.fabric.secret_file.as_ref());
+    let secret_file = settings.secret_file.as_ref().or(operator.fabric.trust.secret_file.as_ref());
     let secret_file = secret_file.map(PathBuf::as_path);
     let listeners = ControlListeners::new(settings.places(handshake, notify), secret_file)?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());

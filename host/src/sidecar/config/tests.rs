@@ -41,7 +41,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 11] = [
+const SAID: [(&str, &str, [&str; 3]); 12] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -51,6 +51,7 @@ const SAID: [(&str, &str, [&str; 3]); 11] = [
     ("spin_us", "50", ["0", "7", "8"]),
     ("paths", "shared-memory,cross-memory,tcp", ["tcp", "cross-memory,tcp", "shared-memory"]),
     ("slower", "false", ["true", "false", "true"]),
+    ("uids", "", ["7", "8,9", "10"]),
     (
         "set",
         "protocol.lease_ms=30000",
@@ -67,13 +68,16 @@ fn value(config: &SidecarConfig, key: &str) -> String {
         "metrics" => metrics.clone().unwrap_or_default(),
         "log_format" => format!("{:?}", logs.log_format).to_lowercase(),
         "log_level" => logs.log_level.to_string(),
-        "secret_file" => {
-            fabric.secret_file.as_ref().map_or(String::new(), |path| path.display().to_string())
-        }
+        "secret_file" => fabric
+            .trust
+            .secret_file
+            .as_ref()
+            .map_or(String::new(), |path| path.display().to_string()),
         "copiers" => fabric.copiers.to_string(),
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
         "slower" => fabric.slower.to_string(),
+        "uids" => fabric.trust.uids.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
         "set" => {
             let limits = limits.limits().expect("they go together");
             format!("protocol.lease_ms={}", limits.protocol.lease.0 / 1_000_000)
@@ -119,13 +123,14 @@ fn the_fleet_s_variable_names_the_secret_where_nothing_else_does() {
         (vec![fleet, own], Some("/run/own")),
     ] {
         let config = parsed(&[]).resolve(env(&set)).expect("valid");
-        assert_eq!(config.operator.fabric.secret_file.as_deref(), expected.map(Path::new));
+        assert_eq!(config.operator.fabric.trust.secret_file.as_deref(), expected.map(Path::new));
     }
 }
 
 #[test]
 fn a_file_has_values_of_their_own_types() {
     let text = "copiers = 1_6\nspin_us = 0x10\nslower = true\npaths = [\"tcp\", \"shared-memory\"]\n\
+        uids = [1000, 1_001]\n\
         [protocol]\nlease_ms = 20.5\n[channel]\nlinks_max = 7\n";
     let file = TempFile::new("types", text);
     let config = parsed(&file.flags()).resolve([]).expect("valid");
@@ -134,6 +139,7 @@ fn a_file_has_values_of_their_own_types() {
         spin_us: 16,
         slower: true,
         paths: vec![DataPath::Tcp, DataPath::SharedMemory],
+        trust: PeerTrust { uids: vec![1_000, 1_001], ..PeerTrust::default() },
         ..HostConfig::default()
     };
     assert_eq!(config.operator.fabric, expected);

@@ -1,0 +1,346 @@
+//! The protocol of host planes as an attacker writes it down, and a plane to attack.
+
+use crate::common::patient;
+use kvferry_engine::core::dialect::moriio::descriptor::{
+    DescLayout, MoriEngineDesc, MoriMemoryDesc,
+};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{DataEvent, DataPlane, Memory, RegionId};
+use kvferry_fabric_host::{DataPath, HostConfig, HostCounters, HostPlane};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
+    sendmsg, socket_with, socketpair,
+};
+use serde::{Deserialize, Serialize};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
+
+/// The versions that are said to be spoken.
+pub(crate) const VERSIONS: (u32, u32) = (2, 4);
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct ForgedRules {
+    pub(crate) paths: Vec<DataPath>,
+    pub(crate) slower: bool,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct ForgedRegion {
+    pub(crate) base: u64,
+    pub(crate) len: u64,
+    pub(crate) process: Option<(u32, u64)>,
+    pub(crate) file: bool,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) struct ForgedDenial {
+    pub(crate) why: String,
+    pub(crate) tcp: bool,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(crate) enum ForgedMessage {
+    Hello {
+        version: u32,
+        from: Vec<u8>,
+        to: (String, u64),
+        pass: u64,
+        link: u64,
+        ends: Vec<u64>,
+        rules: ForgedRules,
+        newest: Option<u32>,
+    },
+    Welcome {
+        rules: ForgedRules,
+        version: Option<(u32, u32)>,
+    },
+    Refuse {
+        why: String,
+        over: bool,
+    },
+    Open {
+        session: u32,
+        region: u32,
+        token: u64,
+        local: ForgedRegion,
+    },
+    Opened {
+        session: u32,
+        result: Result<(DataPath, ForgedRegion, u32), ForgedDenial>,
+    },
+}
+
+impl ForgedMessage {
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        rmp_serde::to_vec_named(self).expect("plain data")
+    }
+
+    /// Why a greeting was refused, or a session denied.
+    pub(crate) fn why(&self) -> &str {
+        match self {
+            ForgedMessage::Refuse { why, .. }
+            | ForgedMessage::Opened { result: Err(ForgedDenial { why, .. }), .. } => why,
+            other => panic!("it was let through: {other:?}"),
+        }
+    }
+}
+
+/// A plane with an open door and one region.
+pub(crate) struct AttackedPlane {
+    pub(crate) plane: HostPlane,
+    pub(crate) at: Arc<AttackedAddress>,
+}
+
+/// What of it everybody of this host can find out.
+pub(crate) struct AttackedAddress {
+    engine: MoriEngineDesc,
+    incarnation: u64,
+    token: u64,
+}
+
+impl Deref for AttackedPlane {
+    type Target = AttackedAddress;
+
+    fn deref(&self) -> &AttackedAddress {
+        &self.at
+    }
+}
+
+pub(crate) const REGION: RegionId = RegionId(1);
+
+impl AttackedPlane {
+    pub(crate) fn new(config: HostConfig, memory: Memory) -> AttackedPlane {
+        let config = HostConfig { open_door: true, ..config };
+        let mut plane = HostPlane::new(config).expect("a plane at loopback");
+        plane.register(REGION, memory).expect("memory is taken");
+        let mut events = Vec::new();
+        plane.poll(Nanos::ZERO, &mut events);
+        let [DataEvent::Registered { result: Ok(desc), .. }] = &events[..] else {
+            panic!("{events:?}")
+        };
+        let (_, desc) = MoriMemoryDesc::decode(&desc.0).expect("a descriptor");
+        let token = u64::from_le_bytes(desc.ipc_handle[16..24].try_into().expect("eight bytes"));
+        let engine = MoriEngineDesc::decode(&plane.address().0).expect("an address");
+        let (_, incarnation) = engine.node_id.rsplit_once('/').expect("an incarnation");
+        let incarnation = u64::from_str_radix(incarnation, 16).expect("hex");
+        AttackedPlane { plane, at: Arc::new(AttackedAddress { engine, incarnation, token }) }
+    }
+
+    /// With 8 KiB of this process.
+    pub(crate) fn of_own_memory() -> AttackedPlane {
+        let bytes = Box::leak(vec![0xa5_u8; 8_192].into_boxed_slice());
+        let (base, len) = (bytes.as_mut_ptr() as u64, bytes.len() as u64);
+        AttackedPlane::new(patient(), Memory::Own { base, len })
+    }
+
+    /// Waits for a count of the plane.
+    pub(crate) fn until(&self, what: &str, count: impl Fn(&HostCounters) -> bool) {
+        let start = Instant::now();
+        while !count(&self.plane.counters()) {
+            assert!(start.elapsed() < PATIENCE, "{what}: {:?}", self.plane.counters());
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl AttackedAddress {
+    /// A hello of a plane that says to be process `pid` of this host.
+    pub(crate) fn hello(&self, pid: u32) -> ForgedMessage {
+        let (node, _) = self.engine.node_id.rsplit_once('/').expect("an incarnation");
+        let from = MoriEngineDesc {
+            key: "stranger".into(),
+            node_id: format!("{node}/{:016x}", 77).into(),
+            pid: pid as i32,
+            ..self.engine.clone()
+        };
+        ForgedMessage::Hello {
+            version: VERSIONS.0,
+            from: from.encode(DescLayout::V1_2_2),
+            to: (self.engine.key.to_string(), self.incarnation),
+            pass: 0,
+            link: 0,
+            ends: Vec::new(),
+            rules: all_paths(),
+            newest: Some(VERSIONS.1),
+        }
+    }
+
+    /// A connection to the local socket, which anybody of this host can make.
+    pub(crate) fn connect(&self) -> OwnedFd {
+        let flags = SocketFlags::CLOEXEC;
+        let socket =
+            socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).expect("a socket");
+        let name = format!("kvferry-host-{:016x}", self.incarnation);
+        let at = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a name");
+        connect(&socket, &at).expect("the plane listens");
+        socket
+    }
+
+    /// A greeting with a doorbell of the attacker's choice; the answer.
+    pub(crate) fn greet(
+        &self,
+        pid: u32,
+        bell: BorrowedFd<'_>,
+    ) -> (OwnedFd, ForgedSegment, ForgedMessage) {
+        let socket = self.connect();
+        let mut segment = ForgedSegment::new();
+        say(&socket, &self.hello(pid), &[segment.file.as_fd(), bell]);
+        let (answer, fds) = hear(&socket).expect("an answer to the hello");
+        segment.bell = fds.into_iter().next();
+        (socket, segment, answer)
+    }
+
+    /// A link that was let in.
+    pub(crate) fn enter(&self) -> (OwnedFd, ForgedSegment) {
+        let (bell, _) = bell();
+        let (socket, segment, answer) = self.greet(std::process::id(), bell.as_fd());
+        assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
+        (socket, segment)
+    }
+
+    /// Asks for a session from memory that the attacker says is its own.
+    pub(crate) fn open(
+        &self,
+        socket: &OwnedFd,
+        local: ForgedRegion,
+        file: Option<BorrowedFd<'_>>,
+    ) -> (ForgedMessage, Option<OwnedFd>) {
+        let (region, token) = (REGION.0, self.token);
+        let open = ForgedMessage::Open { session: 9, region, token, local };
+        say(socket, &open, file.as_slice());
+        let (answer, mut fds) = hear(socket).expect("an answer");
+        (answer, fds.pop())
+    }
+}
+
+pub(crate) fn all_paths() -> ForgedRules {
+    ForgedRules { paths: DataPath::ALL.into(), slower: true }
+}
+
+/// Memory of this process, as a peer offers its own.
+pub(crate) fn own_memory(bytes: &[u8]) -> ForgedRegion {
+    let (base, len) = (bytes.as_ptr() as u64, bytes.len() as u64);
+    ForgedRegion { base, len, process: None, file: false }
+}
+
+/// A doorbell: the end that is rung, and the one that is waited on.
+pub(crate) fn bell() -> (OwnedFd, OwnedFd) {
+    socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).expect("a pair")
+}
+
+/// Sends a message with descriptors.
+pub(crate) fn say(socket: &OwnedFd, message: &ForgedMessage, fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    let bytes = message.encode();
+    sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
+}
+
+/// The next message; none if the other side has hung up.
+pub(crate) fn hear(socket: &OwnedFd) -> Option<(ForgedMessage, Vec<OwnedFd>)> {
+    let mut bytes = [0; 16 << 10];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut into = [IoSliceMut::new(&mut bytes)];
+    let got = recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC).ok()?;
+    let rights = |message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    };
+    let fds = ancillary.drain().filter_map(rights).flatten().collect();
+    let count = got.bytes;
+    (count > 0).then(|| (rmp_serde::from_slice(&bytes[..count]).expect("a message"), fds))
+}
+
+/// Words of a ring ahead of its records: what was written, what was read, who sleeps.
+const HEADER: usize = 32;
+const RECORDS: usize = 1 << 16;
+const RING: usize = HEADER + RECORDS;
+/// The words ahead of both rings, of requests and of answers.
+const FRONT: usize = 8;
+const WORDS: usize = FRONT + 2 * RING;
+
+/// The memory of a local link, as who dials makes it.
+pub(crate) struct ForgedSegment {
+    pub(crate) file: OwnedFd,
+    words: &'static [AtomicU64],
+    tail: u64,
+    /// What the plane is rung by.
+    bell: Option<OwnedFd>,
+}
+
+impl ForgedSegment {
+    fn new() -> ForgedSegment {
+        let file = memory_file(8 * WORDS as u64);
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: A new mapping of a file of that length, which is never unmapped.
+        let words = unsafe {
+            let start = mmap(std::ptr::null_mut(), 8 * WORDS, access, MapFlags::SHARED, &file, 0);
+            std::slice::from_raw_parts(start.expect("a mapping").cast::<AtomicU64>(), WORDS)
+        };
+        ForgedSegment { file, words, tail: 0, bell: None }
+    }
+
+    /// Puts a record into the ring of requests once there is room.
+    pub(crate) fn push(&mut self, record: &[u64]) {
+        let requests = &self.words[FRONT..FRONT + RING];
+        let need = record.len() as u64 + 1;
+        let start = Instant::now();
+        while self.tail + need - requests[8].load(Ordering::Acquire) > RECORDS as u64 {
+            assert!(start.elapsed() < PATIENCE, "nothing is taken out of the ring");
+            std::thread::yield_now();
+        }
+        for word in std::iter::once(&(record.len() as u64)).chain(record) {
+            let at = HEADER + self.tail as usize % RECORDS;
+            requests[at].store(*word, Ordering::Relaxed);
+            self.tail += 1;
+        }
+        requests[0].store(self.tail, Ordering::SeqCst);
+        if requests[16].swap(0, Ordering::SeqCst) == 1
+            && let Some(bell) = &self.bell
+        {
+            rustix::io::write(bell, &1_u64.to_ne_bytes()).expect("it is rung");
+        }
+    }
+
+    /// Says that whoever answers has to ring.
+    pub(crate) fn sleep(&self) {
+        self.words[FRONT + RING + 16].store(1, Ordering::SeqCst);
+    }
+
+    /// True if somebody rang for an answer, or was about to.
+    pub(crate) fn is_rung_for(&self) -> bool {
+        self.words[FRONT + RING + 16].load(Ordering::SeqCst) == 0
+    }
+}
+
+/// A memory file of fixed length, all of it holes.
+pub(crate) fn memory_file(len: u64) -> OwnedFd {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = memfd_create("forged", flags).expect("a memory file");
+    ftruncate(&file, len).expect("a length");
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    fcntl_add_seals(&file, seals).expect("seals");
+    file
+}
+
+/// The record of a write, or of a part of one, from and to the start of both regions.
+pub(crate) fn write_record(session: u32, op: u64, last: bool, slices: u64, len: u64) -> Vec<u64> {
+    let head = 1 << 56 | u64::from(last) << 32 | u64::from(session);
+    let slices = (0..slices).flat_map(|_| [0, 0, len]);
+    [head, op, 0].into_iter().chain(slices).collect()
+}

@@ -112,6 +112,7 @@ impl HostPlane {
             slices: Vec::new(),
             record: Vec::new(),
             heard: Vec::new(),
+            idle_polls: 0,
             busy_polling_since: None,
         };
         let mut start = |work: Box<dyn FnOnce() + Send>| {

@@ -121,6 +121,8 @@ pub struct HostPlane {
     inline_copier: submit::InlineCopier,
     record: Vec<u64>,
     heard: Vec<HostLinkEvent>,
+    /// Polls without news.
+    idle_polls: u32,
     /// Since when there is nothing new, if we look at the rings of answers ourselves.
     busy_polling_since: Option<Instant>,
 }

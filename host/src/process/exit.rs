@@ -15,6 +15,8 @@ impl Exit {
     pub(crate) const INVALID: Exit = Exit(2);
     /// Something wrong happened.
     pub(crate) const CORRECTNESS: Exit = Exit(4);
+    /// A thread panicked.
+    pub(crate) const PANIC: Exit = Exit(6);
 }
 
 /// Why a command cannot go on.

@@ -14,6 +14,10 @@ pub(crate) struct RouterArgs {
     /// Where clients connect; port 0 takes a free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: String,
+    /// Where operators ask for /workers, /registrations/rejected, /metrics and readiness; port 0 takes a
+    /// free one
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:29000")]
+    pub(crate) admin_addr: String,
     /// Where instances register over ZeroMQ (proxy_ip and proxy_ping_port of vLLM's connector);
     /// port 0 takes a free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:36367")]
@@ -56,7 +60,10 @@ pub(crate) struct RouterArgs {
     /// Longest body of a request, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) body_max: usize,
-    /// Connections of clients
+    /// Bytes of all bodies in memory; one address gets no more than is left for others
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30)]
+    pub(crate) bodies_max: usize,
+    /// Connections of clients; idle ones are closed for new ones
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
 }
@@ -126,8 +133,18 @@ impl RouterArgs {
     /// What the HTTP side is told.
     ///
     /// # Errors
-    /// A time that cannot be, or a key that no header can have.
+    /// A time or size that cannot be, or a key that no header can have.
     pub(super) fn settings(&self) -> Result<HttpSettings, CommandError> {
+        if self.bodies_max / 2 < self.body_max {
+            let text = format!(
+                "--bodies-max {}: one address gets half of it at most, which is less than \
+                 --body-max {}; give {} or more",
+                self.bodies_max,
+                self.body_max,
+                self.body_max.saturating_mul(2)
+            );
+            return Err(CommandError::Input(text));
+        }
         let authorization = match std::env::var("OPENAI_API_KEY") {
             Ok(key) if !key.is_empty() => {
                 let mut value = HeaderValue::try_from(format!("Bearer {key}"))

@@ -13,7 +13,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
-use kvferry_engine::core::router::{InstanceState, Router, RouterCounters};
+use kvferry_engine::core::router::{InstanceState, RejectReason, Router, RouterCounters};
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::Endpoint;
 use prometheus_client::registry::Registry;
@@ -114,7 +114,12 @@ fn state(router: &Router, now: Nanos) -> RouterSnapshot {
     let rejected = router.rejections().map(|it| ListedRejection {
         from: it.from.to_string(),
         reason: it.reason.to_string(),
-        why: it.why.to_string(),
+        why: match it.reason {
+            RejectReason::Unlisted => {
+                format!("{} is not listed: name it in --instances of the router", it.from)
+            }
+            _ => it.why.to_string(),
+        },
         age_seconds: seconds(now - it.at),
     });
     let misfits = router.misfits().map(|(prefill, decode, why)| ListedMismatch {

@@ -5,8 +5,11 @@ use crate::process::logs::LogArgs;
 use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::router::{ListedInstances, RouterConfig};
 use std::time::Duration;
+
+/// The variable with the key that instances get in place of the clients' own.
+const KEY: &str = "OPENAI_API_KEY";
 
 /// Arguments of `router`.
 #[derive(Clone, Debug, Args)]
@@ -22,6 +25,11 @@ pub(crate) struct RouterArgs {
     /// port 0 takes a free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:36367")]
     pub(crate) discovery: String,
+    /// Instances that may register, and get prompts and the key of OPENAI_API_KEY, by where they serve
+    /// HTTP: HOST, HOST:PORT or ADDRESS/BITS, with commas between. Without it those on loopback if
+    /// there is a key, else all
+    #[arg(long, value_name = "LIST")]
+    pub(crate) instances: Option<String>,
     /// Print the start line as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -126,8 +134,25 @@ impl RouterArgs {
             requests_max: self.requests_max,
             retries_max: self.retries,
             legs_max: self.parts_max.saturating_mul(2),
+            listed: self.listed()?,
             ..RouterConfig::default()
         })
+    }
+
+    /// Whose registrations are taken: a key of the operator goes to nobody by mistake.
+    fn listed(&self) -> Result<Option<ListedInstances>, CommandError> {
+        if let Some(list) = &self.instances {
+            let wrong = |why| CommandError::Input(format!("--instances {list}: {why}"));
+            return list.parse().map(Some).map_err(wrong);
+        }
+        let has_key = std::env::var_os(KEY).is_some_and(|key| !key.is_empty());
+        if has_key {
+            tracing::info!(
+                "{KEY} is set and --instances is not: only instances that serve at \
+                loopback are taken"
+            );
+        }
+        Ok(has_key.then(ListedInstances::loopback))
     }
 
     /// What the HTTP side is told.
@@ -145,7 +170,7 @@ impl RouterArgs {
             );
             return Err(CommandError::Input(text));
         }
-        let authorization = match std::env::var("OPENAI_API_KEY") {
+        let authorization = match std::env::var(KEY) {
             Ok(key) if !key.is_empty() => {
                 let mut value = HeaderValue::try_from(format!("Bearer {key}"))
                     .map_err(|_| CommandError::Input("OPENAI_API_KEY is no header value".into()))?;

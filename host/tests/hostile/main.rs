@@ -5,6 +5,7 @@
 mod backend;
 mod descriptors;
 mod flood;
+mod key;
 mod panics;
 #[path = "../router/rig.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]

@@ -3,14 +3,22 @@
 
 use crate::spawn;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
+use rustix::time::Timespec;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Pause after the system had no descriptor for a connection, which stays at the socket.
+const BREATH: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// Lacks of descriptors less than this apart are told once.
+const EPISODE: Duration = Duration::from_secs(60);
 
 /// What becomes of connections.
 pub trait ConnectionHandler: Send + Sync + 'static {
@@ -45,11 +53,19 @@ impl ConnectionListener {
         let served = Arc::<AtomicU32>::default();
         let (heard, count, handler) = (stop.clone(), served.clone(), Arc::new(handler));
         let accept = move || {
+            let mut starvation = Starvation::default();
             while let Some(ready) = wait(&sockets, &heard) {
+                let mut lacks = None;
                 for socket in ready {
-                    if let Ok(connection) = accept_with(&sockets[socket], SocketFlags::CLOEXEC) {
-                        begin(names[1], (&count, most), &handler, (socket, connection));
+                    match accept_with(&sockets[socket], SocketFlags::CLOEXEC) {
+                        Ok(connection) => {
+                            begin(names[1], (&count, most), &handler, (socket, connection));
+                        }
+                        Err(why) => lacks = lacks.or(Some(why)),
                     }
+                }
+                if let Some(why) = lacks {
+                    starvation.wait_out(names[0], why, &heard);
                 }
             }
         };
@@ -73,6 +89,32 @@ impl Drop for ConnectionListener {
         if let Some(thread) = self.thread.take() {
             let _ended = thread.join();
         }
+    }
+}
+
+/// What the system has not had for connections, and when last.
+#[derive(Default)]
+struct Starvation(Option<Instant>);
+
+impl Starvation {
+    /// Waits before the next try where that would fail the same way, and says so once per episode.
+    fn wait_out(&mut self, name: &str, why: Errno, stop: &OwnedFd) {
+        let remedy = match why {
+            Errno::MFILE => {
+                "raise the limit of open files before the start: ulimit -n (docker: --ulimit \
+                 nofile=N, systemd: LimitNOFILE=N)"
+            }
+            Errno::NFILE => "raise the limit of the machine: sysctl -w fs.file-max=N",
+            Errno::NOBUFS | Errno::NOMEM => "free memory of this machine",
+            // Of that connection alone.
+            _ => return,
+        };
+        let now = Instant::now();
+        if self.0.replace(now).is_none_or(|last| now - last > EPISODE) {
+            tracing::warn!(thread = name, %why, remedy,
+                "cannot accept a connection; it waits until that is over");
+        }
+        let _rung = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&BREATH));
     }
 }
 

@@ -71,7 +71,7 @@ fn split(text: &str) -> Option<(Box<str>, Option<u16>)> {
         return Some((address.to_canonical().to_string().into(), None));
     }
     let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        Some((host, rest)) => (host.parse::<Ipv6Addr>().ok()?.to_string().into(), rest),
+        Some((host, rest)) => (host.parse::<Ipv6Addr>().ok()?.to_string(), rest),
         None => match text.split_once(':') {
             Some((host, _)) => (host.to_owned(), &text[host.len()..]),
             None => (text.to_owned(), ""),

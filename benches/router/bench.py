@@ -171,6 +171,7 @@ def wait_until_served(url, process):
 
 def start_ours(binary, mode, p, d, log):
     command = [binary, "router", "--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"]
+    command += ["--admin-addr", "127.0.0.1:0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     line = json.loads(process.stdout.readline())
     heart = Heart(int(line["discovery"].rsplit(":", 1)[1]), mode, p, d)

@@ -2,7 +2,7 @@
 
 use crate::bench::{self, BenchArgs};
 use crate::doctor::{self, DoctorArgs, DoctorPeerArgs};
-use crate::process::{CommandError, Exit, StdoutGuard, print_error};
+use crate::process::{CommandError, Exit, StdoutGuard, exit_on_panic, print_error};
 use crate::router::{self, RouterArgs};
 #[cfg(feature = "simulator")]
 use crate::serve::{self, ServeArgs};
@@ -103,6 +103,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
             return why.exit_code() as u8;
         }
     };
+    exit_on_panic();
     let mut out = io::BufWriter::new(StdoutGuard::take());
     let ended = match cli.command {
         #[cfg(feature = "simulator")]

@@ -27,8 +27,8 @@ impl FileStamp {
         FileStamp {
             device: stat.st_dev,
             inode: stat.st_ino,
-            changed: (stat.st_ctime as i64, stat.st_ctime_nsec as u64),
-            len: stat.st_size as i64,
+            changed: (stat.st_ctime, stat.st_ctime_nsec),
+            len: stat.st_size,
         }
     }
 }

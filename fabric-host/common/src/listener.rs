@@ -4,13 +4,21 @@
 use crate::places::{ConnectionPlace, PlaceTable};
 use crate::spawn;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
 use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
+use rustix::time::Timespec;
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Pause after the system had no descriptor for a connection, which stays at the socket.
+const BREATH: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// Lacks of descriptors less than this apart are told once.
+const EPISODE: Duration = Duration::from_secs(60);
 
 /// What becomes of connections.
 pub trait ConnectionHandler: Send + Sync + 'static {
@@ -46,14 +54,21 @@ impl ConnectionListener {
         let served = Arc::new(PlaceTable::new(most));
         let (heard, places, handler) = (stop.clone(), served.clone(), Arc::new(handler));
         let accept = move || {
+            let mut starvation = Starvation::default();
             while let Some(ready) = wait(&sockets, &heard) {
+                let mut lacks = None;
                 for socket in ready {
-                    let accepted = acceptfrom_with(&sockets[socket], SocketFlags::CLOEXEC);
-                    if let Ok((connection, from)) = accepted {
-                        let from = from.and_then(|from| SocketAddr::try_from(from).ok());
-                        let place = places.enter(from, &connection);
-                        begin(names[1], place, &handler, (socket, connection));
+                    match acceptfrom_with(&sockets[socket], SocketFlags::CLOEXEC) {
+                        Ok((connection, from)) => {
+                            let from = from.and_then(|from| SocketAddr::try_from(from).ok());
+                            let place = places.enter(from, &connection);
+                            begin(names[1], place, &handler, (socket, connection));
+                        }
+                        Err(why) => lacks = lacks.or(Some(why)),
                     }
+                }
+                if let Some(why) = lacks {
+                    starvation.wait_out(names[0], why, &heard);
                 }
             }
         };
@@ -77,6 +92,32 @@ impl Drop for ConnectionListener {
         if let Some(thread) = self.thread.take() {
             let _ended = thread.join();
         }
+    }
+}
+
+/// What the system has not had for connections, and when last.
+#[derive(Default)]
+struct Starvation(Option<Instant>);
+
+impl Starvation {
+    /// Waits before the next try where that would fail the same way, and says so once per episode.
+    fn wait_out(&mut self, name: &str, why: Errno, stop: &OwnedFd) {
+        let remedy = match why {
+            Errno::MFILE => {
+                "raise the limit of open files before the start: ulimit -n (docker: --ulimit \
+                 nofile=N, systemd: LimitNOFILE=N)"
+            }
+            Errno::NFILE => "raise the limit of the machine: sysctl -w fs.file-max=N",
+            Errno::NOBUFS | Errno::NOMEM => "free memory of this machine",
+            // Of that connection alone.
+            _ => return,
+        };
+        let now = Instant::now();
+        if self.0.replace(now).is_none_or(|last| now - last > EPISODE) {
+            tracing::warn!(thread = name, %why, remedy,
+                "cannot accept a connection; it waits until that is over");
+        }
+        let _rung = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&BREATH));
     }
 }
 

@@ -224,31 +224,19 @@ mod tests {
         let victim = victim("changed");
         let offer = fleet().offer().unwrap();
         let sent = with_offer(victim.hello(), offer.clone());
-        let fields: [fn(&mut HostControlMessage); 5] = [
-            |hello| match hello {
-                HostControlMessage::Hello { ends, .. } => ends.push(0),
-                _ => {}
-            },
-            |hello| match hello {
-                HostControlMessage::Hello { fence_key, .. } => *fence_key ^= 1,
-                _ => {}
-            },
-            |hello| match hello {
-                HostControlMessage::Hello { link, .. } => *link ^= 1,
-                _ => {}
-            },
-            |hello| match hello {
-                HostControlMessage::Hello { from, .. } => from.push(0),
-                _ => {}
-            },
-            |hello| match hello {
-                HostControlMessage::Hello { rules, .. } => rules.slower = !rules.slower,
-                _ => {}
-            },
-        ];
-        for change in fields {
+        for field in 0..5 {
             let mut arrived = sent.clone();
-            change(&mut arrived);
+            let HostControlMessage::Hello { from, fence_key, link, ends, rules, .. } = &mut arrived
+            else {
+                panic!("it is a hello")
+            };
+            match field {
+                0 => ends.push(0),
+                1 => *fence_key ^= 1,
+                2 => *link ^= 1,
+                3 => from.push(0),
+                _ => rules.slower = !rules.slower,
+            }
             let (_, answer) = asked(&victim, &arrived);
             let confirmed = fleet().confirm((PURPOSE, &said(&sent)), &offer, &answer);
             assert!(confirmed.is_err(), "{arrived:?}");

@@ -40,14 +40,16 @@ pub(super) fn memlock(limit: Rlimit, has_rdma: bool) -> Check {
     }
 }
 
-/// Descriptors: each connection of a peer has some.
+/// Descriptors: each connection of a peer has some. Our processes raise their limit to the hard one.
 pub(super) fn open_files(limit: Rlimit) -> Check {
     let links = HostConfig::default().links_max;
     let wanted = u64::from(links) * 5;
     let (soft, hard) = (amount(limit.current, ""), amount(limit.maximum, ""));
-    let found = format!("{soft}, at most {hard}; up to {links} peers connect to each rank");
-    match limit.current {
-        Some(current) if current < wanted => Check::warn(
+    let found = format!(
+        "{soft}, raised to {hard} by router, host and serve; up to {links} peers connect to each rank"
+    );
+    match limit.maximum {
+        Some(most) if most < wanted => Check::warn(
             OPEN_FILES,
             found,
             format!(
@@ -104,10 +106,10 @@ mod tests {
 
     #[test]
     fn few_open_files_are_a_warning() {
-        let check = open_files(limit(Some(1_024), Some(524_288)));
+        let check = open_files(limit(Some(1_024), Some(2_048)));
         assert_eq!(check.status, CheckStatus::Warn);
         assert!(check.remedy.is_some_and(|text| text.contains("ulimit -n 5120")));
-        assert_eq!(open_files(limit(Some(5_120), None)).status, CheckStatus::Ok);
+        assert_eq!(open_files(limit(Some(1_024), Some(524_288))).status, CheckStatus::Ok);
         assert_eq!(open_files(limit(None, None)).status, CheckStatus::Ok);
     }
 

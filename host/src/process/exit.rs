@@ -14,6 +14,8 @@ impl Exit {
     /// The input cannot be used.
     pub(crate) const INVALID: Exit = Exit(2);
     pub(crate) const CORRECTNESS: Exit = Exit(4);
+    /// A thread panicked.
+    pub(crate) const PANIC: Exit = Exit(6);
 }
 
 /// Why a command cannot go on.

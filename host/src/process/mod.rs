@@ -2,13 +2,17 @@
 //! values of arguments, and how results are laid out.
 
 mod exit;
+mod listener;
 pub(crate) mod logs;
+mod panic_exit;
 mod program;
 mod progress;
 mod signals;
 mod stdout;
 
 pub(crate) use exit::{CommandError, Exit, print_error};
+pub(crate) use listener::{AcceptFailures, PatientListener, open_files_max, raise_open_files};
+pub(crate) use panic_exit::exit_on_panic;
 pub use program::interpreted_by;
 pub(crate) use program::this_program;
 pub(crate) use progress::CliProgress;

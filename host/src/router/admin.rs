@@ -13,7 +13,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
-use kvferry_engine::core::router::{InstanceState, Router, RouterCounters};
+use kvferry_engine::core::router::{InstanceState, RejectReason, Router, RouterCounters};
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::Endpoint;
 use prometheus_client::registry::Registry;
@@ -114,7 +114,12 @@ fn state(router: &Router, now: Nanos) -> RouterSnapshot {
     let rejected = router.rejections().map(|it| ListedRejection {
         from: it.from.to_string(),
         reason: it.reason.to_string(),
-        why: it.why.to_string(),
+        why: match it.reason {
+            RejectReason::Unlisted => {
+                format!("{} is not listed: name it in --instances of the router", it.from)
+            }
+            _ => it.why.to_string(),
+        },
         age_seconds: seconds(now - it.at),
     });
     let misfits = router.misfits().map(|(prefill, decode, why)| ListedMismatch {
@@ -159,6 +164,15 @@ impl Admin {
 
     /// Whether there is a pair of instances of one mode that can serve, and which do not fit.
     pub(crate) async fn readiness(&self) -> Response {
+        self.whether_ready(true).await
+    }
+
+    /// The same for clients, who are not told who does not fit.
+    pub(crate) async fn client_readiness(&self) -> Response {
+        self.whether_ready(false).await
+    }
+
+    async fn whether_ready(&self, with_misfits: bool) -> Response {
         let state = match self.state().await {
             Ok(state) => state,
             Err(refusal) => return refusal.into_response(),
@@ -187,16 +201,16 @@ impl Admin {
                 .filter(|it| it.is.0 == role && it.is.2 == InstanceState::Ready)
                 .count()
         };
-        json(
-            status,
-            &serde_json::json!({
-                "ready": ready,
-                "draining": state.draining,
-                "prefill": count(Role::Prefill),
-                "decode": count(Role::Decode),
-                "misfits": listed(&state.misfits),
-            }),
-        )
+        let mut told = serde_json::json!({
+            "ready": ready,
+            "draining": state.draining,
+            "prefill": count(Role::Prefill),
+            "decode": count(Role::Decode),
+        });
+        if with_misfits {
+            told["misfits"] = serde_json::json!(listed(&state.misfits));
+        }
+        json(status, &told)
     }
 
     pub(crate) async fn workers(&self) -> Response {
@@ -248,7 +262,8 @@ impl Admin {
         ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
         let settings = &self.handler.settings;
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
-        let mut why = "no instance is ready; see /workers for what is registered".to_owned();
+        let mut why =
+            "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
         for worker in ready.iter().take(ASKED_MAX) {
             let asked = timeout(PATIENCE, self.models_of(worker, key)).await;
             match asked.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {

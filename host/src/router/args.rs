@@ -5,8 +5,11 @@ use crate::process::logs::LogArgs;
 use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::router::{ListedInstances, RouterConfig};
 use std::time::Duration;
+
+/// The variable with the key that instances get in place of the clients' own.
+const KEY: &str = "OPENAI_API_KEY";
 
 /// Arguments of `router`.
 #[derive(Clone, Debug, Args)]
@@ -14,10 +17,19 @@ pub(crate) struct RouterArgs {
     /// Where clients connect; port 0 takes a free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: String,
+    /// Where operators ask for /workers, /registrations/rejected, /metrics and readiness; port 0 takes a
+    /// free one
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:29000")]
+    pub(crate) admin_addr: String,
     /// Where instances register over ZeroMQ (proxy_ip and proxy_ping_port of vLLM's connector);
     /// port 0 takes a free one
     #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:36367")]
     pub(crate) discovery: String,
+    /// Instances that may register, and get prompts and the key of OPENAI_API_KEY, by where they serve
+    /// HTTP: HOST, HOST:PORT or ADDRESS/BITS, with commas between. Without it those on loopback if
+    /// there is a key, else all
+    #[arg(long, value_name = "LIST")]
+    pub(crate) instances: Option<String>,
     /// Print the start line as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -56,7 +68,10 @@ pub(crate) struct RouterArgs {
     /// Longest body of a request, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) body_max: usize,
-    /// Connections of clients
+    /// Bytes of all bodies in memory; one address gets no more than is left for others
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30)]
+    pub(crate) bodies_max: usize,
+    /// Connections of clients; idle ones are closed for new ones
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
 }
@@ -119,16 +134,43 @@ impl RouterArgs {
             requests_max: self.requests_max,
             retries_max: self.retries,
             legs_max: self.parts_max.saturating_mul(2),
+            listed: self.listed()?,
             ..RouterConfig::default()
         })
+    }
+
+    /// Whose registrations are taken: a key of the operator goes to nobody by mistake.
+    fn listed(&self) -> Result<Option<ListedInstances>, CommandError> {
+        if let Some(list) = &self.instances {
+            let wrong = |why| CommandError::Input(format!("--instances {list}: {why}"));
+            return list.parse().map(Some).map_err(wrong);
+        }
+        let has_key = std::env::var_os(KEY).is_some_and(|key| !key.is_empty());
+        if has_key {
+            tracing::info!(
+                "{KEY} is set and --instances is not: only instances that serve at \
+                loopback are taken"
+            );
+        }
+        Ok(has_key.then(ListedInstances::loopback))
     }
 
     /// What the HTTP side is told.
     ///
     /// # Errors
-    /// A time that cannot be, or a key that no header can have.
+    /// A time or size that cannot be, or a key that no header can have.
     pub(super) fn settings(&self) -> Result<HttpSettings, CommandError> {
-        let authorization = match std::env::var("OPENAI_API_KEY") {
+        if self.bodies_max / 2 < self.body_max {
+            let text = format!(
+                "--bodies-max {}: one address gets half of it at most, which is less than \
+                 --body-max {}; give {} or more",
+                self.bodies_max,
+                self.body_max,
+                self.body_max.saturating_mul(2)
+            );
+            return Err(CommandError::Input(text));
+        }
+        let authorization = match std::env::var(KEY) {
             Ok(key) if !key.is_empty() => {
                 let mut value = HeaderValue::try_from(format!("Bearer {key}"))
                     .map_err(|_| CommandError::Input("OPENAI_API_KEY is no header value".into()))?;

@@ -3,6 +3,8 @@
 use super::api::{Api, GenerationRequest};
 use super::args::HttpSettings;
 use super::body::{ClientBody, ClientGuard};
+use super::body_budget::{BodyBudget, BodyBytes};
+use super::connections::ClientConnection;
 use super::error::HttpError;
 use super::fields::JsonFields;
 use super::http_adapter::{
@@ -14,7 +16,8 @@ use super::metrics::{self, Counted, RouterMetrics};
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http_body_util::{BodyExt, LengthLimitError, Limited};
+use http_body_util::BodyExt;
+use hyper::body::Body as _;
 use hyper::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
 };
@@ -22,6 +25,7 @@ use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Driver, MailboxSender};
 use kvferry_engine::core::ids::ClientId;
 use rand::distr::{Alphanumeric, SampleString};
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
@@ -33,6 +37,7 @@ pub(crate) struct RequestHandler {
     pub(crate) settings: Arc<HttpSettings>,
     pub(crate) metrics: RouterMetrics,
     pub(crate) next_client: AtomicU64,
+    pub(crate) bodies: Arc<BodyBudget>,
 }
 
 impl RequestHandler {
@@ -58,13 +63,19 @@ impl RequestHandler {
         let (parts, body) = request.into_parts();
         check_type(&parts.headers)?;
         let limits = &self.settings.limits;
-        let body = self.body(body).await?;
+        let connection = parts.extensions.get::<Arc<ClientConnection>>();
+        let account = connection.map_or(Ipv4Addr::UNSPECIFIED.into(), |it| it.account());
+        let mut held = self.bodies.body(account);
+        let body = self.body(body, &mut held).await?;
+        if let Some(connection) = connection {
+            connection.begin();
+        }
         let fields = JsonFields::parse(body)
             .map_err(|why| HttpError::bad(&format!("the body is no JSON object: {why}"), ""))?;
         let (asked, prompts) =
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
         let own = self.settings.authorization.as_ref();
-        let job = Arc::new(RoutedRequest::new(asked, &parts.headers, own));
+        let job = Arc::new(RoutedRequest::new((asked, held), &parts.headers, own));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
         let place = self.core.reserve().ok_or_else(overload)?;
@@ -76,24 +87,53 @@ impl RequestHandler {
         }
     }
 
-    async fn body(&self, body: Body) -> Result<Bytes, HttpError> {
+    async fn body(&self, body: Body, held: &mut BodyBytes) -> Result<Bytes, HttpError> {
         let limits = &self.settings.limits;
-        let collected = timeout(limits.body, Limited::new(body, limits.body_bytes).collect()).await;
-        let collected = collected.map_err(|_| {
+        let collected = timeout(limits.body, self.collect(body, held)).await;
+        collected.map_err(|_| {
             let message = format!("the body did not come within {:?}", limits.body);
             HttpError::new(StatusCode::REQUEST_TIMEOUT, &message)
-        })?;
-        let collected = collected.map_err(|why| match why.downcast_ref::<LengthLimitError>() {
-            Some(_) => {
-                let message = format!(
-                    "the body is longer than {} bytes, the limit of --body-max",
-                    limits.body_bytes
-                );
-                HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, &message)
+        })?
+    }
+
+    async fn collect(&self, mut body: Body, held: &mut BodyBytes) -> Result<Bytes, HttpError> {
+        let most = self.settings.limits.body_bytes;
+        let too_long = || {
+            let message = format!("the body is longer than {most} bytes, the limit of --body-max");
+            HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, &message)
+        };
+        if body.size_hint().lower() > most as u64 {
+            return Err(too_long());
+        }
+        let (mut first, mut all) = (Bytes::new(), Vec::new());
+        while let Some(frame) = body.frame().await {
+            let frame =
+                frame.map_err(|why| HttpError::bad(&format!("the body broke off: {why}"), ""))?;
+            let Ok(more) = frame.into_data() else { continue };
+            if first.len().max(all.len()) + more.len() > most {
+                return Err(too_long());
             }
-            None => HttpError::bad(&format!("the body broke off: {why}"), ""),
-        })?;
-        Ok(collected.to_bytes())
+            held.add(more.len()).map_err(|(own, all)| self.no_memory(own, all))?;
+            if first.is_empty() && all.is_empty() {
+                first = more;
+                continue;
+            }
+            if all.is_empty() {
+                all.extend_from_slice(&std::mem::take(&mut first));
+            }
+            all.extend_from_slice(&more);
+        }
+        Ok(if all.is_empty() { first } else { all.into() })
+    }
+
+    fn no_memory(&self, own: usize, all: usize) -> HttpError {
+        self.metrics.bodies_refused.inc();
+        let message = format!(
+            "bodies of requests take {all} bytes of memory, {own} of them of your address, which \
+             gets no more than is left for others: send fewer at a time, or have the operator \
+             raise --bodies-max"
+        );
+        HttpError::new(StatusCode::TOO_MANY_REQUESTS, &message)
     }
 }
 
@@ -222,6 +262,7 @@ mod tests {
             settings,
             metrics,
             next_client: AtomicU64::default(),
+            bodies: BodyBudget::new(1 << 24),
         }
     }
 

@@ -3,6 +3,7 @@
 
 use super::api::GenerationRequest;
 use super::args::HttpSettings;
+use super::body_budget::BodyBytes;
 use super::error::HttpError;
 use super::leg::{
     self, DP_RANK, HttpLegRequest, JSON, LegError, LegResult, REQUEST_ID, ResponseHead,
@@ -51,6 +52,8 @@ pub(crate) struct RoutedRequest {
     pub(crate) asked: GenerationRequest,
     /// Headers that all legs carry.
     pub(crate) headers: HeaderMap,
+    /// The memory of its body, which is kept for legs that are sent again.
+    _held: BodyBytes,
 }
 
 /// What a client gets to hear; after `Ended` nothing more.
@@ -359,12 +362,13 @@ impl HttpAdapter {
             ClientAnswer::NoInstance => Err(HttpError::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 "no prefill and decode instance of equal transfer mode is ready; \
-                 see /workers for what is registered",
+                 /workers of --admin-addr has what is registered, /registrations/rejected what was not \
+                 taken",
             )),
             ClientAnswer::Misfit(why) => Err(HttpError::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 &format!(
-                    "no prefill and decode instance fit: {why}; see /registrations/rejected for all"
+                    "no prefill and decode instance fit: {why}; /registrations/rejected of --admin-addr has all"
                 ),
             )),
         };
@@ -438,7 +442,7 @@ fn order(
 impl RoutedRequest {
     /// A job whose legs carry these headers of the client, and this authorization.
     pub(crate) fn new(
-        asked: GenerationRequest,
+        (asked, held): (GenerationRequest, BodyBytes),
         client: &HeaderMap,
         own: Option<&HeaderValue>,
     ) -> RoutedRequest {
@@ -452,7 +456,7 @@ impl RoutedRequest {
                 headers.insert(name, value.clone());
             }
         }
-        RoutedRequest { asked, headers }
+        RoutedRequest { asked, headers, _held: held }
     }
 }
 

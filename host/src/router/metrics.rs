@@ -57,6 +57,10 @@ pub(crate) struct RouterMetrics {
     pub(crate) legs: Family<LegLabels, Counter>,
     pub(crate) in_flight: Gauge,
     pub(crate) connections: Gauge,
+    /// Connections that found no place.
+    pub(crate) refused: Counter,
+    /// Bodies that found no memory.
+    pub(crate) bodies_refused: Counter,
     /// Seconds from a request to the begin of its answer.
     pub(crate) first_byte: Histogram,
     instances: Family<InstanceLabels, Gauge>,
@@ -85,6 +89,8 @@ impl RouterMetrics {
             legs: Family::default(),
             in_flight: Gauge::default(),
             connections: Gauge::default(),
+            refused: Counter::default(),
+            bodies_refused: Counter::default(),
             first_byte: Histogram::new(buckets),
             instances: Family::default(),
             rejected: Family::default(),
@@ -97,6 +103,10 @@ impl RouterMetrics {
         registry.register("legs", "Legs that ended", all.legs.clone());
         registry.register("in_flight", "Requests in flight", all.in_flight.clone());
         registry.register("connections", "Connections of clients", all.connections.clone());
+        let about = "Connections that were refused because all are in use";
+        registry.register("connections_refused", about, all.refused.clone());
+        let about = "Requests that were refused because bodies take too much memory";
+        registry.register("bodies_refused", about, all.bodies_refused.clone());
         let about = "From a request to the begin of its answer";
         registry.register("first_byte_seconds", about, all.first_byte.clone());
         registry.register("instances", "Instances by state", all.instances.clone());

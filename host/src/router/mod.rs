@@ -9,6 +9,8 @@ mod admin;
 mod api;
 mod args;
 mod body;
+mod body_budget;
+mod connections;
 mod error;
 mod fields;
 mod handler;
@@ -28,12 +30,17 @@ pub(crate) use args::RouterArgs;
 use self::admin::Admin;
 use self::api::APIS;
 use self::args::{HttpSettings, seconds};
+use self::body_budget::BodyBudget;
+use self::connections::ConnectionTable;
 use self::error::HttpError;
 use self::handler::RequestHandler;
 use self::http_adapter::{HttpAdapter, MAILBOX};
 use self::metrics::RouterMetrics;
 use self::pool::ConnectionPool;
-use crate::process::{CommandError, Exit, ShutdownSignals, logs};
+use crate::instance::remedy;
+use crate::process::{
+    CommandError, Exit, PatientListener, ShutdownSignals, logs, open_files_max, raise_open_files,
+};
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
@@ -52,57 +59,89 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 
+/// Connections of operators at a time.
+const ADMIN_CONNECTIONS: usize = 64;
+
+/// Descriptors for operators and for the router itself.
+const FILES_KEPT: u64 = 128;
+
 /// Runs the router until SIGTERM or SIGINT.
 ///
 /// # Errors
 /// An argument or an address that cannot be used.
 pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
+    raise_open_files();
     let settings = args.settings()?;
     let config = args.config()?;
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
     let (mut plane, discovery) = discovery(&args.discovery)?;
-    let listen = resolve("--listen", &args.listen)?;
-    let bound = std::net::TcpListener::bind(listen)
-        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-        .map_err(|why| {
-            CommandError::Input(format!("--listen {}: cannot listen: {why}", args.listen))
-        })?;
-    let http = bound.local_addr()?;
+    let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
-    announce(args, http, &discovery, out)?;
+    announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
     actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
     Ok(Exit::HELD)
 }
 
+/// A socket that listens at the address of an option.
+fn listen(option: &str, text: &str) -> Result<std::net::TcpListener, CommandError> {
+    let at = resolve(option, text)?;
+    std::net::TcpListener::bind(at)
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .map_err(|why| {
+            let text = format!("{option} {text}: cannot listen: {why}; {}", remedy(text, &why));
+            CommandError::Input(text)
+        })
+}
+
+/// Connections of clients, so that descriptors are left: of those beyond [`FILES_KEPT`] a client has
+/// a quarter, the legs of a request each with one prompt two, and who registers the rest.
+fn clients_max(args: &RouterArgs) -> usize {
+    let wanted = args.connections_max as usize;
+    let Some(files) = open_files_max() else { return wanted };
+    let most = usize::try_from(files.saturating_sub(FILES_KEPT) / 4).unwrap_or(usize::MAX).max(1);
+    if most < wanted {
+        tracing::warn!(
+            connections = most,
+            files,
+            "fewer connections of clients than \
+            --connections-max, for want of descriptors; raise the hard limit of open files (ulimit \
+            -n), or lower --connections-max"
+        );
+    }
+    most.min(wanted)
+}
+
 fn announce(
     args: &RouterArgs,
-    http: SocketAddr,
+    [http, admin]: [SocketAddr; 2],
     discovery: &Endpoint,
     out: &mut impl Write,
 ) -> io::Result<()> {
     let pid = std::process::id();
     if args.json {
         let line = serde_json::json!({
-            "event": "listening", "http": http.to_string(), "discovery": discovery, "pid": pid,
+            "event": "listening", "http": http.to_string(), "admin": admin.to_string(),
+            "discovery": discovery, "pid": pid,
         });
         writeln!(out, "{line}")?;
     } else {
-        writeln!(out, "listening http={http} discovery={discovery} pid={pid}")?;
+        writeln!(out, "listening http={http} admin={admin} discovery={discovery} pid={pid}")?;
     }
     out.flush()
 }
 
 async fn run(
     args: &RouterArgs,
-    bound: std::net::TcpListener,
+    [clients, operators]: [std::net::TcpListener; 2],
     plane: Box<dyn ControlPlane>,
     config: RouterConfig,
     settings: HttpSettings,
     drain: Duration,
 ) -> io::Result<()> {
     let mut ends = ShutdownSignals::new()?;
-    let listener = TcpListener::from_std(bound)?;
+    let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
+    let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
     let clock = monotonic_clock();
     let (metrics, registry) = RouterMetrics::new();
     let pool = ConnectionPool::new(settings.limits.connect);
@@ -122,16 +161,19 @@ async fn run(
         settings,
         metrics: metrics.clone(),
         next_client,
+        bodies: BodyBudget::new(args.bodies_max),
     });
     let admin = Admin { handler: handler.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
-    let serving = server::serve(
-        listener,
-        app(handler, admin),
-        args.connections_max as usize,
-        metrics,
-        stopped,
-    );
+    let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
+    let [client_table, admin_table] = tables;
+    let meters = (metrics.connections.clone(), metrics.refused.clone());
+    // It tells how the drain goes on, and ends with the process.
+    let (_to_the_end, never) = watch::channel(false);
+    let told = admin_app(&admin);
+    let telling = server::serve(operators, told, admin_table, Default::default(), never);
+    let _ends_with_the_system = actix::spawn(telling);
+    let serving = server::serve(clients, app(handler, &admin), client_table, meters, stopped);
     let mut serving = std::pin::pin!(serving);
     tokio::select! {
         () = serving.as_mut() => {}
@@ -149,7 +191,22 @@ async fn run(
     Ok(())
 }
 
-fn app(handler: Arc<RequestHandler>, admin: Admin) -> Router {
+/// Paths that only operators are told.
+const ADMIN_PATHS: [&str; 4] = ["/workers", "/list_workers", "/registrations/rejected", "/metrics"];
+
+/// A handler of what is told without a body.
+macro_rules! told {
+    ($admin:expr, $what:ident) => {{
+        let admin = $admin.clone();
+        get(move || {
+            let admin = admin.clone();
+            async move { admin.$what().await }
+        })
+    }};
+}
+
+/// What clients may ask.
+fn app(handler: Arc<RequestHandler>, admin: &Admin) -> Router {
     let mut app = Router::new();
     for api in APIS {
         let handler = handler.clone();
@@ -159,30 +216,36 @@ fn app(handler: Arc<RequestHandler>, admin: Admin) -> Router {
         };
         app = app.route(api.path(), post(serve));
     }
-    macro_rules! told {
-        ($what:ident) => {{
-            let admin = admin.clone();
-            get(move || {
-                let admin = admin.clone();
-                async move { admin.$what().await }
-            })
-        }};
-    }
     let models = admin.clone();
     let models = get(move |client: HeaderMap| {
         let admin = models.clone();
         async move { admin.models(client).await }
     });
+    app = app.route("/readiness", told!(admin, client_readiness)).route("/v1/models", models);
+    with_common(app)
+}
+
+/// What operators may ask.
+fn admin_app(admin: &Admin) -> Router {
+    let [workers, list, rejected, metrics] = ADMIN_PATHS;
+    let app = Router::new()
+        .route("/readiness", told!(admin, readiness))
+        .route(workers, told!(admin, workers))
+        .route(list, told!(admin, workers))
+        .route(rejected, told!(admin, rejected))
+        .route(metrics, told!(admin, metrics));
+    with_common(app)
+}
+
+fn with_common(app: Router) -> Router {
     app.route("/health", get("OK"))
         .route("/liveness", get("OK"))
-        .route("/readiness", told!(readiness))
-        .route("/workers", told!(workers))
-        .route("/list_workers", told!(workers))
-        .route("/registrations/rejected", told!(rejected))
-        .route("/metrics", told!(metrics))
-        .route("/v1/models", models)
         .fallback(|request: Request<Body>| async move {
-            let message = format!("no such path: {}", request.uri().path());
+            let path = request.uri().path();
+            let message = match ADMIN_PATHS.contains(&path) {
+                true => format!("{path} is told at the address of --admin-addr, and not here"),
+                false => format!("no such path: {path}"),
+            };
             HttpError::new(StatusCode::NOT_FOUND, &message)
         })
         .method_not_allowed_fallback(|request: Request<Body>| async move {

@@ -18,7 +18,9 @@ use crate::instance::{
     ControlListeners, CounterSource, FabricArg, InstanceIdentity, ListenAddresses, PlaneConfig,
     PlaneMeter, RankSetup, StartedPlane, incarnations,
 };
-use crate::process::{CommandError, Exit, ShutdownSignals, logs};
+use crate::process::{
+    CommandError, Exit, PatientListener, ShutdownSignals, logs, raise_open_files,
+};
 use actix::{Addr, System};
 use args::ServePlan;
 use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
@@ -59,6 +61,7 @@ struct ReadyLine<'a> {
 /// Serves until it is told to stop.
 pub(crate) fn command(args: &ServeArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
+    raise_open_files();
     let plan = args.plan()?;
     System::new().block_on(serve(args, &plan, out))
 }
@@ -117,6 +120,7 @@ async fn serve(
     tracing::info!(http = address, handshake = &*handshake.0, notify = &*notify.0, "serving");
     let app = http::app(shared.clone());
     let stop = stopped(ends, instance.address().clone(), shared, metrics);
+    let listener = PatientListener::new(listener, "requests");
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     Ok(Exit::HELD)
 }

@@ -7,6 +7,7 @@ use crate::instance::{
     CounterSource, CutCollector, InputCollector, PATHS, PlaneCollector, PlaneCounters,
     metrics_answer, metrics_text,
 };
+use crate::process::PatientListener;
 use actix::{Addr, Message};
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -223,7 +224,7 @@ pub(super) async fn listen(address: Option<&str>) -> Result<Option<TcpListener>,
 pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<GatewayActor>) {
     let Some(listener) = listener else { return pending().await };
     let app = axum::Router::new().route("/metrics", get(page)).with_state(gateway);
-    if let Err(why) = axum::serve(listener, app).await {
+    if let Err(why) = axum::serve(PatientListener::new(listener, "metrics"), app).await {
         tracing::error!(%why, "metrics are not served any more");
     }
     pending().await

@@ -33,7 +33,7 @@ pub use transfer_agent::TransferAgent;
 
 use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
 use crate::process::logs::{self, LogArgs};
-use crate::process::{CommandError, Exit, ShutdownSignals};
+use crate::process::{CommandError, Exit, ShutdownSignals, raise_open_files};
 use config::SidecarConfig;
 use gateway::{DrainSidecar, Gateway};
 use kvferry_engine::actors::monotonic_clock;
@@ -65,6 +65,7 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, CommandError> {
         return Err(CommandError::Input(text.into()));
     };
     logs::start(&config.logs);
+    raise_open_files();
     // Not refused: a Kubernetes service "kvferry-host" sets variables like these for every pod.
     for variable in &config.strangers {
         tracing::warn!(variable, "the configuration has no such key");

@@ -4,6 +4,7 @@ use super::codec::{MessageDecoder, decode, encode};
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, GatewayActor};
 use super::ownership;
 use super::proto::{ConnectorHello, FRAME_MAX};
+use crate::process::AcceptFailures;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
 use kvferry_engine::actors::MailboxSender;
@@ -91,6 +92,7 @@ fn hold(lock: &Path) -> io::Result<Option<File>> {
 /// Serves connections for ever.
 pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<GatewayActor>) {
     let mut client = 0;
+    let mut failures = AcceptFailures::new("the engine");
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -104,7 +106,7 @@ pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<Gatewa
                     gateway.address().do_send(ClientLeft(client));
                 });
             }
-            Err(why) => tracing::warn!(%why, "cannot accept a connection"),
+            Err(why) => failures.failed(&why).await,
         }
     }
 }

@@ -31,7 +31,7 @@ impl TestCluster {
     /// A router that drops no registration.
     pub(crate) fn new(options: &[&str]) -> TestCluster {
         let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"];
-        args.extend_from_slice(&["--expiry", "3600"]);
+        args.extend_from_slice(&["--admin-addr", "127.0.0.1:0", "--expiry", "3600"]);
         args.extend_from_slice(options);
         TestCluster { router: ServeProcess::run("router", &args) }
     }

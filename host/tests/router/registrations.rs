@@ -156,10 +156,11 @@ fn an_address_that_cannot_be_listened_at_is_fatal_and_named() {
         ("--discovery", "127.0.0.1", "give HOST:PORT"),
         ("--discovery", "127.0.0.1:99999", "give HOST:PORT"),
         ("--listen", "no.such.host.invalid:1", "give HOST:PORT"),
+        ("--admin-addr", held, "cannot listen"),
     ] {
         let mut program = Command::new(env!("CARGO_BIN_EXE_kvferry"));
         program.arg("router");
-        for own in ["--discovery", "--listen"] {
+        for own in ["--discovery", "--listen", "--admin-addr"] {
             program.args([own, if own == option { value } else { "127.0.0.1:0" }]);
         }
         let ended = program.output().unwrap();

@@ -97,7 +97,7 @@ async fn wrong_requests_get_error_objects_and_go_nowhere() {
     assert_eq!(TestRouter::read(router.call(request).await).await.status, 415);
     let answer = router.get("/v1/completions").await;
     assert_eq!((answer.status, answer.error().is_empty()), (405, false));
-    let uri = format!("http://{}/workers", router.http);
+    let uri = format!("http://{}/workers", router.admin);
     let mut request: Request<http_body_util::Full<bytes::Bytes>> =
         Request::post(uri).body("{}".into()).unwrap();
     request.headers_mut().insert("content-type", "application/json".parse().unwrap());

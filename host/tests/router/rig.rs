@@ -21,6 +21,8 @@ pub(crate) struct TestRouter {
     pub(crate) child: Child,
     out: BufReader<ChildStdout>,
     pub(crate) http: String,
+    /// Where operators ask.
+    pub(crate) admin: String,
     pub(crate) discovery: String,
     client: Client<HttpConnector, Full<Bytes>>,
     hearts: Vec<BackendHeartbeat>,
@@ -69,7 +71,14 @@ impl TestRouter {
     /// The same, with a last look at the command.
     pub(crate) fn start_with(options: &[&str], with: impl FnOnce(&mut Command)) -> TestRouter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
-        command.args(["router", "--json", "--listen", "127.0.0.1:0"]);
+        command.args([
+            "router",
+            "--json",
+            "--listen",
+            "127.0.0.1:0",
+            "--admin-addr",
+            "127.0.0.1:0",
+        ]);
         if !options.contains(&"--discovery") {
             command.args(["--discovery", "127.0.0.1:0"]);
         }
@@ -86,9 +95,9 @@ impl TestRouter {
         out.read_line(&mut line).unwrap();
         let line: Value = serde_json::from_str(&line).unwrap_or_else(|why| panic!("{why}: {line}"));
         let text = |key: &str| line[key].as_str().unwrap().to_owned();
-        let (http, discovery) = (text("http"), text("discovery"));
+        let (http, admin, discovery) = (text("http"), text("admin"), text("discovery"));
         let client = Client::builder(TokioExecutor::new()).build_http();
-        TestRouter { child, out, http, discovery, client, hearts: Vec::new() }
+        TestRouter { child, out, http, admin, discovery, client, hearts: Vec::new() }
     }
 
     /// Has an instance beat until the router is gone.
@@ -131,8 +140,20 @@ impl TestRouter {
         self.post("/v1/completions", &completion()).await
     }
 
+    /// What an operator is told, or at a path that is not theirs, a client.
     pub(crate) async fn get(&self, path: &str) -> TestResponse {
-        let request = Request::get(format!("http://{}{path}", self.http));
+        match path.starts_with("/v1/") || path == "/health" {
+            true => self.get_of_client(path).await,
+            false => self.get_at(&self.admin, path).await,
+        }
+    }
+
+    pub(crate) async fn get_of_client(&self, path: &str) -> TestResponse {
+        self.get_at(&self.http, path).await
+    }
+
+    async fn get_at(&self, at: &str, path: &str) -> TestResponse {
+        let request = Request::get(format!("http://{at}{path}"));
         TestRouter::read(self.call(request.body(Full::default()).unwrap()).await).await
     }
 

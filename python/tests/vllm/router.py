@@ -28,6 +28,7 @@ class Router(Process):
         command = [os.environ[BINARY], "router", "--json", "--retries", str(RETRIES)]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
+        command += ["--admin-addr", "127.0.0.1:0"]
         super().__init__("router", command, dict(os.environ), log, stdout=subprocess.PIPE)
         try:
             line = self._first_line()

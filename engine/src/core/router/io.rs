@@ -1,5 +1,6 @@
 //! What goes into and comes out of the router.
 
+use super::admission::ListedInstances;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
@@ -271,6 +272,9 @@ pub struct RouterConfig {
     pub prefix_tokens: u32,
     /// Remembered prefixes per instance.
     pub prefixes_max: u32,
+    /// The instances that may register; none lets all.
+    #[serde(skip)]
+    pub listed: Option<ListedInstances>,
 }
 
 impl RouterConfig {
@@ -301,6 +305,7 @@ impl Default for RouterConfig {
             affinity_percent: 100,
             prefix_tokens: 512,
             prefixes_max: 65_536,
+            listed: None,
         }
     }
 }

@@ -49,6 +49,7 @@
 //! ```
 
 mod abandon_queue;
+mod admission;
 mod discovery;
 mod dispatcher;
 mod health;
@@ -61,6 +62,7 @@ mod rejections;
 mod requests;
 mod view;
 
+pub use admission::ListedInstances;
 pub(super) use discovery::{RegistrationKind, registration_kind};
 pub(super) use health::{FailureSeverity, of_instance};
 pub use io::*;
@@ -68,6 +70,7 @@ pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
+use self::admission::RegistrationSource;
 use self::discovery::{DiscoveryMessage, RegistrationEntry};
 use self::dispatcher::{LegDispatcher, RouterTimer};
 use self::registry::{InstanceId, RegisterOutcome};
@@ -162,7 +165,10 @@ impl Router {
         // An instance is known by its registrations, not by its link: links come and go.
         match event {
             ControlEvent::Frame { link, parts, .. } => match discovery::read(&parts) {
-                Ok(DiscoveryMessage::Entry(entry)) => self.register(*entry, Some(link), turn),
+                Ok(DiscoveryMessage::Entry(entry)) => {
+                    // Why it was not taken is listed.
+                    let _listed = self.register(*entry, Some(link), turn);
+                }
                 Ok(DiscoveryMessage::MoriioRegistration(beat)) => self.heartbeat(&beat, link, turn),
                 Err(unread) => {
                     let from =
@@ -191,11 +197,42 @@ impl Router {
             let why = "dp_size above the number of instances that the router takes";
             return self.reject(turn.now, &beat.http().0, RejectReason::DataParallel, why);
         }
+        let listed = self.dispatcher.config.listed.as_ref();
+        if let Err(reason) = admission::admit(beat.http(), listed) {
+            return self.reject(turn.now, &beat.http().0, reason, &reason.to_string());
+        }
         let entries = self.dispatcher.registry.entries(beat);
         self.dispatcher.registry.retire_replaced(&entries);
         for entry in entries {
-            self.register(entry, Some(link), turn);
+            if self.register(entry, Some(link), turn).is_err() {
+                // The other ranks would be told the same.
+                return;
+            }
         }
+    }
+
+    /// Whence a link came, of those that came from an address.
+    fn source(&self, link: LinkId) -> Option<RegistrationSource> {
+        match self.from.get(&link) {
+            Some(from) => RegistrationSource::of(from),
+            None => (self.from.len() >= NAMED_MAX).then_some(RegistrationSource::UNNAMED),
+        }
+    }
+
+    fn reject_registration(
+        &mut self,
+        now: Nanos,
+        http: &Endpoint,
+        source: Option<RegistrationSource>,
+        reason: RejectReason,
+    ) {
+        let why = match (reason, source) {
+            (RejectReason::Share, Some(source)) => {
+                format!("as many instances registered from {source} as are left for others")
+            }
+            _ => reason.to_string(),
+        };
+        self.reject(now, &http.0, reason, &why);
     }
 
     fn register(
@@ -203,18 +240,24 @@ impl Router {
         entry: RegistrationEntry,
         link: Option<LinkId>,
         turn: &mut RouterTurn<'_>,
-    ) {
+    ) -> Result<(), RejectReason> {
         let (draining, native) = (entry.registration.draining, entry.native);
         let http = entry.registration.http.clone();
+        let source = link.and_then(|link| self.source(link));
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
-        let (instance_id, replaced) = match registry.register(turn.now, entry, config) {
+        let registered = admission::admit(&http, config.listed.as_ref())
+            .and_then(|()| registry.register(turn.now, (entry, source), config));
+        let (instance_id, replaced) = match registered {
             Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
             Ok(RegisterOutcome::Stale) => {
                 self.dispatcher.counters.stale += 1;
-                return;
+                return Ok(());
             }
-            Err(reason) => return self.reject(turn.now, &http.0, reason, &reason.to_string()),
+            Err(reason) => {
+                self.reject_registration(turn.now, &http, source, reason);
+                return Err(reason);
+            }
         };
         if let Some(instance_id) = instance_id {
             let lives = if draining { config.drain_max } else { config.expiry };
@@ -244,6 +287,7 @@ impl Router {
         if instance_id == Some(new) {
             self.wake(turn);
         }
+        Ok(())
     }
 
     fn expired(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
@@ -287,7 +331,7 @@ impl Machine for Router {
         match input {
             RouterInput::Control(event) => self.control(event, turn),
             RouterInput::Register(registration) => {
-                self.register(RegistrationEntry::native(registration), None, turn);
+                let _listed = self.register(RegistrationEntry::native(registration), None, turn);
             }
             RouterInput::Request(request) => self.request(request, turn),
             RouterInput::Gone { client } => self.finish(client, None, turn),

@@ -1,6 +1,7 @@
 //! The instances that registered.
 
 use super::abandon_queue::AbandonQueue;
+use super::admission::RegistrationSource;
 use super::discovery::{RegistrationEntry, rank_name};
 use super::health::Health;
 use super::io::{PairMember, RouterConfig};
@@ -36,6 +37,8 @@ pub(super) struct RegisteredInstance {
     pub(super) native: bool,
     /// True until it answered a probe.
     pub(super) unproven: bool,
+    /// Whence it registered first, if that is known.
+    pub(super) source: Option<RegistrationSource>,
     /// When it said so.
     pub(super) registered: Nanos,
     /// No leg is sent from here on. Kept beside the timer because several instances expire at one
@@ -181,7 +184,7 @@ impl Registry {
     pub(super) fn register(
         &mut self,
         now: Nanos,
-        mut entry: RegistrationEntry,
+        (mut entry, source): (RegistrationEntry, Option<RegistrationSource>),
         config: &RouterConfig,
     ) -> Result<RegisterOutcome, RejectReason> {
         entry.registration.troubles.truncate(TROUBLES_MAX);
@@ -228,11 +231,15 @@ impl Registry {
         if !draining && live >= config.instances_max as usize {
             return Err(RejectReason::Full);
         }
+        if !draining && self.is_share_full(source, &replaced, config.instances_max as usize - live)
+        {
+            return Err(RejectReason::Share);
+        }
         for instance_id in &replaced {
             self.instance_mut(*instance_id).lost = true;
         }
         let engine = registration.engine.clone();
-        let instance_id = (!draining).then(|| self.insert(now, entry, config));
+        let instance_id = (!draining).then(|| self.insert(now, (entry, source), config));
         let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
         let record = InstanceRecord { incarnation, sequence, place, set_back: None };
         self.known.insert(engine.clone(), record);
@@ -269,6 +276,20 @@ impl Registry {
         } else {
             Err(RejectReason::Superseded)
         }
+    }
+
+    /// True if whoever registers from there has as many instances as are left for others, so that
+    /// there is always room for who comes.
+    fn is_share_full(
+        &self,
+        source: Option<RegistrationSource>,
+        replaced: &[InstanceId],
+        left: usize,
+    ) -> bool {
+        let own = self.instances.iter().filter(|(instance_id, instance)| {
+            instance.source == source && !replaced.contains(instance_id)
+        });
+        source.is_some() && own.count() >= left
     }
 
     /// What the next instance will be numbered.
@@ -333,7 +354,7 @@ impl Registry {
     fn insert(
         &mut self,
         now: Nanos,
-        entry: RegistrationEntry,
+        (entry, source): (RegistrationEntry, Option<RegistrationSource>),
         config: &RouterConfig,
     ) -> InstanceId {
         let RegistrationEntry { registration, zmq, native } = entry;
@@ -346,6 +367,7 @@ impl Registry {
                 zmq,
                 native,
                 unproven: false,
+                source,
                 registered: now,
                 expires: now + config.expiry,
                 health: Health::default(),

@@ -36,9 +36,13 @@ pub enum RejectReason {
     Full,
     /// A newer engine serves at its HTTP address.
     Superseded,
+    /// Its HTTP address is not among [`RouterConfig::listed`](super::RouterConfig::listed).
+    Unlisted,
+    /// As many instances registered from its address as are left for others.
+    Share,
 }
 
-pub(super) const REASONS: usize = RejectReason::Superseded as usize + 1;
+pub(super) const REASONS: usize = RejectReason::Share as usize + 1;
 
 impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -55,6 +59,8 @@ impl fmt::Display for RejectReason {
             }
             RejectReason::Full => "too many instances",
             RejectReason::Superseded => "a newer engine serves at its HTTP address",
+            RejectReason::Unlisted => "not listed",
+            RejectReason::Share => "share of its address is full",
         })
     }
 }

@@ -141,8 +141,8 @@ impl LocalCluster {
         let text = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
         let expiry = format!("{}", run.router.config.expiry.0 as f64 / 1e9);
         let any = "127.0.0.1:0";
-        let router =
-            text(&["router", "--json", "--listen", any, "--discovery", any, "--expiry", &expiry]);
+        let mut router = text(&["router", "--json", "--listen", any, "--discovery", any]);
+        router.extend(text(&["--admin-addr", any, "--expiry", &expiry]));
         let router = ClusterProcess::start("router", router)?;
         let proxy = router.ready("discovery")?.trim_start_matches("tcp://").to_string();
         let seed = seed.to_string();

@@ -43,12 +43,14 @@ impl MetricsPage {
 pub(super) struct ClusterClient {
     hyper: Hyper<HttpConnector, Full<Bytes>>,
     router: String,
+    /// Where the router tells what is registered.
+    admin: String,
 }
 
 impl ClusterClient {
-    pub(super) fn new(router: &str) -> ClusterClient {
+    pub(super) fn new(router: &str, admin: &str) -> ClusterClient {
         let hyper = Hyper::builder(TokioExecutor::new()).build_http();
-        ClusterClient { hyper, router: router.to_string() }
+        ClusterClient { hyper, router: router.to_string(), admin: admin.to_string() }
     }
 
     async fn call(
@@ -92,7 +94,7 @@ impl ClusterClient {
         let begun = Instant::now();
         let mut seen = Value::Null;
         while begun.elapsed() < within {
-            if let Some(page) = self.page(&self.router, "/workers").await {
+            if let Some(page) = self.page(&self.admin, "/workers").await {
                 seen = serde_json::from_slice(&page).unwrap_or_default();
                 let ready = |worker: &&Value| worker["state"] == "ready";
                 let workers = seen["workers"].as_array();

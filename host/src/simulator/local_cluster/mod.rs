@@ -87,7 +87,8 @@ async fn play(
     let plan = InjectionPlan::new(run);
     outcome.skipped = plan.skipped.clone();
     let mut fleet = LocalCluster::start(run, files, seed)?;
-    let client = Arc::new(ClusterClient::new(fleet.router.ready("http")?));
+    let (http, admin) = (fleet.router.ready("http")?, fleet.router.ready("admin")?);
+    let client = Arc::new(ClusterClient::new(http, admin));
     let limit = run.expect.within.map_or(WITHIN, |within| {
         // Virtual seconds are no promise about this machine; shorter ones are not held to it.
         Duration::from_nanos(within.0).max(Duration::from_secs(30))

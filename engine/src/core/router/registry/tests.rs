@@ -25,7 +25,7 @@ fn names_and_pairs_of_instances_that_left_are_bounded() {
     let mut registry = Registry::new(config.instances_max);
     let enter = |registry: &mut Registry, name: &str, incarnation| match registry.register(
         Nanos::ZERO,
-        RegistrationEntry::native(registration(name, incarnation)),
+        (RegistrationEntry::native(registration(name, incarnation)), None),
         &config,
     ) {
         Ok(RegisterOutcome::Current { instance_id: Some(instance_id), .. }) => Some(instance_id),

@@ -131,6 +131,7 @@ fn the_readme_names_every_crate() {
         "fabric-host/common",
         "fabric-host",
         "fabric-mori",
+        "trust",
         "wire",
         "host",
         "mori-compat",

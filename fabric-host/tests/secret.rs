@@ -23,12 +23,12 @@ const PEER: PeerId = PeerId(2);
 const LEN: u64 = 4_096;
 
 /// A file with secrets, gone afterwards.
-struct Secret(PathBuf);
+struct SecretTestFile(PathBuf);
 
-impl Secret {
-    fn new(name: &str, secrets: &[&str]) -> Secret {
+impl SecretTestFile {
+    fn new(name: &str, secrets: &[&str]) -> SecretTestFile {
         let name = format!("kvferry-{}-{name}", std::process::id());
-        let secret = Secret(std::env::temp_dir().join(name));
+        let secret = SecretTestFile(std::env::temp_dir().join(name));
         secret.write(secrets);
         secret
     }
@@ -41,21 +41,21 @@ impl Secret {
     }
 }
 
-impl Drop for Secret {
+impl Drop for SecretTestFile {
     fn drop(&mut self) {
         let _gone = fs::remove_file(&self.0);
     }
 }
 
 /// A plane with memory.
-struct Side {
+struct SecretTestSide {
     plane: HostPlane,
     desc: RegionDesc,
     memory: HostTestMemory,
 }
 
-impl Side {
-    fn new(path: DataPath, secret: Option<&Secret>) -> Side {
+impl SecretTestSide {
+    fn new(path: DataPath, secret: Option<&SecretTestFile>) -> SecretTestSide {
         let secret_file = secret.map(|secret| secret.0.clone());
         let trust = PeerTrust { secret_file, ..PeerTrust::default() };
         let config = HostConfig { paths: vec![path], open_door: true, trust, ..patient() };
@@ -66,11 +66,11 @@ impl Side {
             DataEvent::Registered { result: Ok(desc), .. } => desc,
             other => panic!("{other:?}"),
         };
-        Side { plane, desc, memory }
+        SecretTestSide { plane, desc, memory }
     }
 
     /// Names `far`, and opens a session with it; why not.
-    fn open(&mut self, far: &Side, number: u32) -> Result<SessionId, FabricError> {
+    fn open(&mut self, far: &SecretTestSide, number: u32) -> Result<SessionId, FabricError> {
         let (peer, session) = (PeerId(PEER.0 + number), SessionId(number));
         self.plane.connect(peer, &far.plane.address(), 0).expect("a peer");
         self.plane.open(session, REGION, peer, &far.desc).expect("an open is taken");
@@ -103,10 +103,10 @@ fn next(plane: &mut HostPlane) -> DataEvent {
 
 #[test]
 fn who_knows_the_secret_is_served() {
-    let secret = Secret::new("served", &[OURS]);
+    let secret = SecretTestFile::new("served", &[OURS]);
     for path in DataPath::ALL {
-        let mut near = Side::new(path, Some(&secret));
-        let mut far = Side::new(path, Some(&secret));
+        let mut near = SecretTestSide::new(path, Some(&secret));
+        let mut far = SecretTestSide::new(path, Some(&secret));
         let session = near.open(&far, 1).expect("both know it");
         near.memory.poke(0, &[0xa5; LEN as usize]);
         near.write(session, 1);
@@ -119,15 +119,16 @@ fn who_knows_the_secret_is_served() {
 
 #[test]
 fn who_does_not_know_it_is_told_why() {
-    let (ours, theirs) = (Secret::new("ours", &[OURS]), Secret::new("theirs", &[THEIRS]));
+    let (ours, theirs) =
+        (SecretTestFile::new("ours", &[OURS]), SecretTestFile::new("theirs", &[THEIRS]));
     for path in DataPath::ALL {
         for (dialler, acceptor, said) in [
             (Some(&theirs), Some(&ours), "the two sides have different secrets"),
             (None, Some(&ours), "a proof of the fleet's secret is demanded here"),
             (Some(&ours), None, "there is no secret_file where it has to come from"),
         ] {
-            let mut near = Side::new(path, dialler);
-            let far = Side::new(path, acceptor);
+            let mut near = SecretTestSide::new(path, dialler);
+            let far = SecretTestSide::new(path, acceptor);
             let why = near.open(&far, 1).expect_err("they do not know each other").to_string();
             assert!(why.contains(said) && why.contains("secret_file"), "{path}: {why}");
             assert_eq!(far.plane.counters().refused, 1, "{path}");
@@ -137,10 +138,10 @@ fn who_does_not_know_it_is_told_why() {
 
 #[test]
 fn a_secret_is_changed_beside_the_work() {
-    let secret = Secret::new("changed", &[OURS]);
-    let late = Secret::new("late", &[OURS]);
-    let mut near = Side::new(DataPath::Tcp, Some(&secret));
-    let far = Side::new(DataPath::Tcp, Some(&late));
+    let secret = SecretTestFile::new("changed", &[OURS]);
+    let late = SecretTestFile::new("late", &[OURS]);
+    let mut near = SecretTestSide::new(DataPath::Tcp, Some(&secret));
+    let far = SecretTestSide::new(DataPath::Tcp, Some(&late));
     let first = near.open(&far, 1).expect("both know the first");
     let mut op = 0;
     let mut others = Vec::new();
@@ -150,7 +151,7 @@ fn a_secret_is_changed_beside_the_work() {
         for file in [&secret, &late] {
             file.write(step);
             // A link of its own, so that there is a greeting.
-            let other = Side::new(DataPath::Tcp, Some(&late));
+            let other = SecretTestSide::new(DataPath::Tcp, Some(&late));
             session += 1;
             near.open(&other, session).expect("they meet at each step");
             others.push(other);
@@ -158,8 +159,8 @@ fn a_secret_is_changed_beside_the_work() {
             near.write(first, op);
         }
     }
-    let past = Secret::new("past", &[OURS]);
-    let mut stranger = Side::new(DataPath::Tcp, Some(&past));
+    let past = SecretTestFile::new("past", &[OURS]);
+    let mut stranger = SecretTestSide::new(DataPath::Tcp, Some(&past));
     stranger.open(&far, 1).expect_err("what is taken out is not accepted");
 }
 

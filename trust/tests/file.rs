@@ -9,13 +9,13 @@ const OLD: &str = "0123456789abcdef0123456789abcdef\n";
 const NEW: &str = "fedcba9876543210fedcba9876543210\n";
 
 /// A folder that is gone afterwards.
-struct Folder(PathBuf);
+struct SecretTestFolder(PathBuf);
 
-impl Folder {
-    fn new(name: &str) -> Folder {
+impl SecretTestFolder {
+    fn new(name: &str) -> SecretTestFolder {
         let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).expect("a folder");
-        Folder(path)
+        SecretTestFolder(path)
     }
 
     fn write(&self, text: &str, mode: u32) -> PathBuf {
@@ -28,7 +28,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for SecretTestFolder {
     fn drop(&mut self) {
         let _gone = fs::remove_dir_all(&self.0);
     }
@@ -42,7 +42,7 @@ fn refused(path: &Path) -> String {
 
 #[test]
 fn who_else_can_read_or_change_it_knows_it() {
-    let folder = Folder::new("modes");
+    let folder = SecretTestFolder::new("modes");
     for mode in [0o400, 0o600, 0o440, 0o640] {
         SecretFile::open(&folder.write(OLD, mode)).expect("nobody else can read it");
     }
@@ -54,7 +54,7 @@ fn who_else_can_read_or_change_it_knows_it() {
 
 #[test]
 fn what_is_no_file_is_not_waited_for() {
-    let folder = Folder::new("kinds");
+    let folder = SecretTestFolder::new("kinds");
     assert!(refused(&folder.0).contains("no regular file"));
     assert!(refused(&folder.0.join("absent")).contains("cannot be read"));
     let fifo = folder.0.join("fifo");
@@ -75,7 +75,7 @@ fn what_is_no_file_is_not_waited_for() {
 
 #[test]
 fn a_changed_file_counts_from_the_next_proof_on() {
-    let folder = Folder::new("changes");
+    let folder = SecretTestFolder::new("changes");
     let file = SecretFile::open(&folder.write(OLD, 0o400)).expect("a secret");
     let silent = |why: &_| panic!("nothing is wrong: {why}");
     let first = file.secret(silent);

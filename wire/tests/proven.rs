@@ -55,7 +55,7 @@ impl ControlPlane for Cable {
 }
 
 /// A side of a link of handshakes.
-struct Side {
+struct ProvenTestSide {
     plane: ProvenPlane<Cable>,
     cable: Cable,
     link: LinkId,
@@ -73,11 +73,11 @@ fn proof(secret: Option<&str>) -> FleetProof {
     proof
 }
 
-impl Side {
-    fn new(link: LinkId, secret: Option<&str>) -> Side {
+impl ProvenTestSide {
+    fn new(link: LinkId, secret: Option<&str>) -> ProvenTestSide {
         let cable = Cable::default();
         let plane = ProvenPlane::new(cable.clone(), proof(secret), "test".into());
-        let mut side = Side { plane, cable, link };
+        let mut side = ProvenTestSide { plane, cable, link };
         if !link.is_inbound() {
             side.plane.dial(link, &Endpoint::from("tcp://there:1"), LinkKind::Handshake).unwrap();
         }
@@ -115,7 +115,7 @@ impl Side {
 }
 
 /// Carries what both sides say until they say nothing more; what their cores are told.
-fn carry(near: &mut Side, far: &mut Side) -> [Vec<Parts>; 2] {
+fn carry(near: &mut ProvenTestSide, far: &mut ProvenTestSide) -> [Vec<Parts>; 2] {
     let mut told: [Vec<Parts>; 2] = Default::default();
     loop {
         let (out, back) = (near.sent(), far.sent());
@@ -127,8 +127,8 @@ fn carry(near: &mut Side, far: &mut Side) -> [Vec<Parts>; 2] {
     }
 }
 
-fn pair(near: Option<&str>, far: Option<&str>) -> (Side, Side) {
-    (Side::new(OUT, near), Side::new(IN, far))
+fn pair(near: Option<&str>, far: Option<&str>) -> (ProvenTestSide, ProvenTestSide) {
+    (ProvenTestSide::new(OUT, near), ProvenTestSide::new(IN, far))
 }
 
 fn hello() -> Vec<u8> {
@@ -155,7 +155,7 @@ fn probe(session: u64) -> Vec<u8> {
 }
 
 /// A pair on which both are proven.
-fn proven() -> (Side, Side) {
+fn proven() -> (ProvenTestSide, ProvenTestSide) {
     let (mut near, mut far) = pair(Some(OURS), Some(OURS));
     near.say(&hello());
     assert_eq!(carry(&mut near, &mut far), [vec![], vec![vec![hello()]]]);
@@ -207,7 +207,7 @@ fn who_is_not_proven_is_told_why_and_its_core_too() {
 
 #[test]
 fn one_that_answers_without_a_proof_is_not_believed() {
-    let mut near = Side::new(OUT, Some(OURS));
+    let mut near = ProvenTestSide::new(OUT, Some(OURS));
     near.say(&hello());
     let offer = near.sent();
     // An acceptor that knows of no secrets welcomes.
@@ -218,7 +218,7 @@ fn one_that_answers_without_a_proof_is_not_believed() {
     assert_eq!(near.hear(vec![probe(1)]), Vec::<Parts>::new());
     assert!(reason(&near.hear(vec![welcome])).contains("no secret_file"));
     // One that does not know it sends back what it heard.
-    let mut near = Side::new(OUT, Some(OURS));
+    let mut near = ProvenTestSide::new(OUT, Some(OURS));
     near.say(&hello());
     assert_eq!(near.hear(offer[0].clone()), Vec::<Parts>::new());
 }
@@ -267,7 +267,7 @@ fn what_was_heard_cannot_be_said_again() {
     assert_eq!(far.hear(sealed.clone()), Vec::<Parts>::new(), "a frame twice");
     assert_eq!(near.hear(sealed.clone()), Vec::<Parts>::new(), "a frame back to who said it");
     // All of it on a link of its own.
-    let mut victim = Side::new(IN, Some(OURS));
+    let mut victim = ProvenTestSide::new(IN, Some(OURS));
     heard.push(sealed);
     for parts in heard {
         assert_eq!(victim.hear(parts), Vec::<Parts>::new());
@@ -291,7 +291,7 @@ proptest! {
     #[test]
     fn any_bytes_are_survived(parts in proptest::collection::vec(any::<Vec<u8>>(), 0..4)) {
         let (mut near, mut far) = proven();
-        let mut stranger = Side::new(IN, Some(OURS));
+        let mut stranger = ProvenTestSide::new(IN, Some(OURS));
         for head in [&[][..], &[0xc1, b'p'], &[0xc1, b'k']] {
             let said: Parts = parts.iter().map(|part| [head, part].concat()).collect();
             for side in [&mut near, &mut far, &mut stranger] {

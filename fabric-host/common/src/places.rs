@@ -7,7 +7,12 @@ use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a newcomer waits for a thread that is over to notice it, if there are too many of them.
+/// Their sockets are shut down, so that they take only the time until they run.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Who a connection comes from: an address of IPv4, the network of one of IPv6 (64 bits), or this
 /// host by a Unix socket.
@@ -30,6 +35,11 @@ struct Places {
 }
 
 impl Places {
+    fn lost(&self) -> usize {
+        let is_lost = |state: &&PlaceState| matches!(state, PlaceState::Lost);
+        self.by_number.values().filter(is_lost).count()
+    }
+
     /// Shuts one down that makes place; false if there is none.
     fn evict(&mut self) -> bool {
         let open = || {
@@ -63,12 +73,16 @@ fn is_silent(socket: &OwnedFd) -> bool {
 #[derive(Debug)]
 pub(crate) struct PlaceTable {
     most: usize,
+    patience: Duration,
     places: Mutex<Places>,
+    /// A place was given back.
+    left: Condvar,
 }
 
 impl PlaceTable {
     pub(crate) fn new(most: u32) -> PlaceTable {
-        PlaceTable { most: most as usize, places: Mutex::default() }
+        let (places, left) = Default::default();
+        PlaceTable { most: most as usize, patience: PATIENCE, places, left }
     }
 
     /// A place for a connection; none if nobody makes one, or no descriptor is left.
@@ -78,11 +92,12 @@ impl PlaceTable {
         connection: impl AsFd,
     ) -> Option<ConnectionPlace> {
         let socket = rustix::io::fcntl_dupfd_cloexec(connection, 0).ok()?;
-        let mut places = lock(&self.places);
-        let is_lost = |state: &&PlaceState| matches!(state, PlaceState::Lost);
-        let lost = places.by_number.values().filter(is_lost).count();
-        let is_full = places.by_number.len() - lost >= self.most;
         // Threads that have not noticed yet that they are over are bounded, too.
+        let are_too_many = |places: &mut Places| places.by_number.len() >= 2 * self.most;
+        let waited = self.left.wait_timeout_while(lock(&self.places), self.patience, are_too_many);
+        let (mut places, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let lost = places.lost();
+        let is_full = places.by_number.len() - lost >= self.most;
         if is_full && (lost >= self.most || !places.evict()) {
             return None;
         }
@@ -127,6 +142,7 @@ impl ConnectionPlace {
 impl Drop for ConnectionPlace {
     fn drop(&mut self) {
         lock(&self.table.places).by_number.remove(&self.number);
+        self.table.left.notify_all();
     }
 }
 
@@ -171,7 +187,8 @@ mod tests {
 
     #[test]
     fn threads_that_are_over_are_bounded() {
-        let table = Arc::new(PlaceTable::new(2));
+        let patience = Duration::ZERO;
+        let table = Arc::new(PlaceTable { patience, ..PlaceTable::new(2) });
         let (ours, _theirs) = connection();
         let places: Vec<_> = (0..9).filter_map(|_| table.enter(None, &ours)).collect();
         assert_eq!(places.len(), 4);

@@ -94,7 +94,7 @@ fn who_says_nothing_makes_place_for_who_does() {
     let mut theirs = HostTestMemory::new(4_096, true);
     let desc = register(&mut far, &mut theirs);
     let _idle = IdleProcess::connected_to(far.port());
-    let mut let_in = 0;
+    let mut refused = Vec::new();
     for nth in 0..12 {
         let paths: &[DataPath] = if nth % 2 == 0 { &[DataPath::Tcp] } else { &DataPath::ALL };
         let (mut near, mut ours) = (plane(paths), HostTestMemory::new(4_096, true));
@@ -102,10 +102,10 @@ fn who_says_nothing_makes_place_for_who_does() {
         near.connect(PeerId(2), &far.address(), 0).expect("a peer");
         near.open(SessionId(3), RegionId(1), PeerId(2), &desc).expect("an open is taken");
         match next(&mut near) {
-            DataEvent::Opened { result: Ok(()), .. } => let_in += 1,
-            DataEvent::Opened { result: Err(_), .. } => {}
+            DataEvent::Opened { result: Ok(()), .. } => {}
+            DataEvent::Opened { result: Err(why), .. } => refused.push((nth, why)),
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(let_in, 12, "peers of 12 that were let in");
+    assert!(refused.is_empty(), "peers of 12 that were not let in: {refused:?}");
 }

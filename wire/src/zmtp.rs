@@ -17,7 +17,7 @@
 /// Signature, version, mechanism, and who is the server, which NULL does not say.
 const GREETING_BYTES: usize = 64;
 
-/// Longest message in bytes, with [`PART_COST`] for each part: that of the native dialect and some
+/// Longest message in bytes, with 64 bytes for each part: that of the native dialect and some
 /// for its envelope.
 pub const MESSAGE_MAX: usize = 17 << 20;
 

@@ -72,4 +72,6 @@ pub mod effects;
 #[warn(missing_docs)]
 pub mod fabric;
 #[warn(missing_docs)]
+pub mod source;
+#[warn(missing_docs)]
 pub mod text;

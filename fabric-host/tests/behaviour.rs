@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::patient;
 use common::remote::{HostTestMemory, HostTestSetup, serve_if_child, start};
+use common::{next, patient};
 use kvferry_engine::conformance::PlaneUnderTest;
 use kvferry_engine::core::dialect::moriio::descriptor::{
     DescLayout, MoriEngineDesc, MoriMemoryDesc,
@@ -17,7 +17,7 @@ use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages,
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::Arc;
 use std::task::{Wake, Waker};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const REGION: RegionId = RegionId(1);
 const PEER: PeerId = PeerId(2);
@@ -35,19 +35,6 @@ fn plane(config: HostConfig) -> HostPlane {
 
 fn door() -> HostConfig {
     HostConfig { open_door: true, ..patient() }
-}
-
-/// The next event of a plane.
-fn next(plane: &mut dyn DataPlane) -> DataEvent {
-    let end = Instant::now() + Duration::from_secs(300);
-    let mut events = Vec::new();
-    while events.is_empty() {
-        assert!(Instant::now() < end, "no event");
-        plane.poll(Nanos::ZERO, &mut events);
-        std::thread::yield_now();
-    }
-    assert_eq!(events.len(), 1, "{events:?}");
-    events.remove(0)
 }
 
 fn register(plane: &mut dyn DataPlane, memory: Memory) -> RegionDesc {

@@ -3,9 +3,8 @@
 
 mod common;
 
-use common::patient;
 use common::remote::HostTestMemory;
-use kvferry_engine::core::time::Nanos;
+use common::{next, patient};
 use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc, RegionId,
     SessionId, Submit,
@@ -14,7 +13,6 @@ use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, PeerTrust}
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 const OURS: &str = "0123456789abcdef0123456789abcdef";
 const THEIRS: &str = "fedcba9876543210fedcba9876543210";
@@ -87,18 +85,6 @@ impl SecretTestSide {
         let outcome = Completion::Done;
         assert_eq!(next(&mut self.plane), DataEvent::Completed { op, outcome });
     }
-}
-
-fn next(plane: &mut HostPlane) -> DataEvent {
-    let end = Instant::now() + Duration::from_secs(300);
-    let mut events = Vec::new();
-    while events.is_empty() {
-        assert!(Instant::now() < end, "no event");
-        plane.poll(Nanos::ZERO, &mut events);
-        std::thread::yield_now();
-    }
-    assert_eq!(events.len(), 1, "{events:?}");
-    events.remove(0)
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The file of a secret: who may read it, and that a changed one counts from the next proof on.
 
-use crate::proof::{FleetSecret, ProofError};
+use crate::proof::FleetSecret;
 use rustix::fs::{FileType, Mode, OFlags, Stat, fstat, open, stat};
 use std::fs::File;
 use std::io::Read;
@@ -23,21 +23,21 @@ struct FileStamp {
 }
 
 impl FileStamp {
-    fn of(stat: &Stat) -> FileStamp {
-        FileStamp {
+    fn of_path(path: &Path) -> Option<FileStamp> {
+        let stat = stat(path).ok()?;
+        Some(FileStamp {
             device: stat.st_dev,
             inode: stat.st_ino,
             changed: (stat.st_ctime, stat.st_ctime_nsec),
             len: stat.st_size,
-        }
+        })
     }
 }
 
 struct SecretInUse {
-    stamp: FileStamp,
+    /// What of the file was looked at last, whether it was good or not; none if it was absent.
+    seen: Option<FileStamp>,
     secret: Arc<FleetSecret>,
-    /// Why a later content of the file does not count, told once.
-    told: Option<FileStamp>,
 }
 
 /// A secret that is read anew when its file is changed, so that it is rotated without a restart: the
@@ -60,28 +60,22 @@ impl SecretFile {
     /// # Errors
     /// A file that cannot be read, that others can read or change, or that has no secret in it;
     /// with its path and the remedy.
-    pub fn open(path: &Path) -> Result<SecretFile, ProofError> {
-        let (stamp, secret) = read(path)?;
-        let in_use = SecretInUse { stamp, secret: Arc::new(secret), told: None };
+    pub fn open(path: &Path) -> Result<SecretFile, String> {
+        // What changes from here on is read again.
+        let seen = FileStamp::of_path(path);
+        let in_use = SecretInUse { seen, secret: Arc::new(read(path)?) };
         Ok(SecretFile { path: path.into(), in_use: Mutex::new(in_use) })
     }
 
     /// The secret as the file has it now. One that cannot be used does not count: what it had before
     /// stays in use, and `warn` is told why, once for each content.
-    pub fn secret(&self, warn: impl FnOnce(&ProofError)) -> Arc<FleetSecret> {
+    pub fn secret(&self, warn: impl FnOnce(&str)) -> Arc<FleetSecret> {
         let mut in_use = self.in_use.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = stat(&self.path).ok().map(|stat| FileStamp::of(&stat));
-        let absent = FileStamp { device: 0, inode: 0, changed: (0, 0), len: -1 };
-        let now = now.unwrap_or(absent);
-        if now != in_use.stamp && in_use.told != Some(now) {
+        let now = FileStamp::of_path(&self.path);
+        if std::mem::replace(&mut in_use.seen, now) != now {
             match read(&self.path) {
-                Ok((stamp, secret)) => {
-                    *in_use = SecretInUse { stamp, secret: Arc::new(secret), told: None };
-                }
-                Err(why) => {
-                    in_use.told = Some(now);
-                    warn(&why);
-                }
+                Ok(secret) => in_use.secret = Arc::new(secret),
+                Err(why) => warn(&why),
             }
         }
         in_use.secret.clone()
@@ -93,9 +87,8 @@ impl SecretFile {
     }
 }
 
-fn read(path: &Path) -> Result<(FileStamp, FleetSecret), ProofError> {
-    let wrong =
-        |why: String| ProofError::Unusable(format!("secret file {}: {why}", path.display()));
+fn read(path: &Path) -> Result<FleetSecret, String> {
+    let wrong = |why: String| format!("secret file {}: {why}", path.display());
     // What is checked is what is read, whatever the path names by then. A FIFO is not waited for.
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK;
     let file = open(path, flags, Mode::empty()).map_err(|why| {
@@ -108,11 +101,7 @@ fn read(path: &Path) -> Result<(FileStamp, FleetSecret), ProofError> {
         .take(FILE_MAX)
         .read_to_string(&mut text)
         .map_err(|why| wrong(format!("it cannot be read as text: {why}")))?;
-    match FleetSecret::parse(&text) {
-        Ok(secret) => Ok((FileStamp::of(&stat), secret)),
-        Err(ProofError::Unusable(why)) => Err(wrong(why)),
-        Err(other) => Err(other),
-    }
+    FleetSecret::parse(&text).map_err(wrong)
 }
 
 /// Whether nobody else knows or sets what is in a file. Its group may read it: so a pod gets what

@@ -31,13 +31,18 @@ impl FleetProof {
     /// # Errors
     /// A file that is none, with the remedy.
     pub fn open(file: Option<&Path>) -> Result<FleetProof, String> {
-        let file = file.map(SecretFile::open).transpose().map_err(|why| why.to_string())?;
+        let file = file.map(SecretFile::open).transpose()?;
         Ok(FleetProof { file, unproven: AtomicU64::new(0) })
+    }
+
+    /// True if there is a secret, which peers have to prove.
+    pub fn is_demanded(&self) -> bool {
+        self.file.is_some()
     }
 
     /// The secret as its file has it now.
     pub fn secret(&self) -> Option<Arc<FleetSecret>> {
-        let warn = |why: &_| tracing::warn!(%why, "the secret before it stays in use");
+        let warn = |why: &str| tracing::warn!(why, "the secret before it stays in use");
         self.file.as_ref().map(|file| file.secret(warn))
     }
 

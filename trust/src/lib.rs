@@ -25,7 +25,7 @@
 //! let (answer, expected) = secret.answer(("example", hello), &offer).unwrap();
 //! let (confirmation, dialler) = secret.confirm(("example", hello), &offer, &answer).unwrap();
 //! let acceptor = expected.check(&confirmation).unwrap();
-//! assert_eq!(dialler.seal(b"welcome"), acceptor.seal(b"welcome"));
+//! assert_eq!(dialler.seal(&[b"welcome"]), acceptor.seal(&[b"welcome"]));
 //!
 //! let stranger = FleetSecret::parse("00000000000000000000000000000000").unwrap();
 //! assert!(secret.answer(("example", hello), &stranger.offer().unwrap()).is_err());
@@ -39,6 +39,6 @@ mod proof;
 pub use self::file::{SecretFile, VARIABLE};
 pub use self::fleet::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
 pub use self::proof::{
-    ExpectedConfirmation, FleetSecret, KeyId, ProofError, ProvenSession, SecretAnswer,
-    SecretConfirmation, SecretOffer, SessionSeal,
+    ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer, SecretConfirmation,
+    SecretOffer, SessionSeal,
 };

@@ -20,7 +20,7 @@ type MacBytes = [u8; 32];
 
 /// Names a key without telling it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KeyId([u8; 8]);
+struct KeyId([u8; 8]);
 
 /// What a dialler says ahead of its proof.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,11 +46,9 @@ pub struct SecretConfirmation(MacBytes);
 pub struct SessionSeal(MacBytes);
 
 /// Why there is no proof, or none that counts.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ProofError {
-    /// A text that is no secret, with the remedy.
-    Unusable(String),
     /// The two sides have no secret in common.
     NoCommonSecret,
     /// A MAC is not what it has to be: the other side does not know the secret, or somebody between
@@ -63,7 +61,6 @@ pub enum ProofError {
 impl fmt::Display for ProofError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            ProofError::Unusable(why) => why,
             ProofError::NoCommonSecret => {
                 "the two sides have different secrets: give both the same file as secret_file"
             }
@@ -145,12 +142,12 @@ impl FleetSecret {
     /// Reads secrets, a line each; empty lines and those that begin with `#` are passed over.
     ///
     /// # Errors
-    /// None or more than two, or one that could be guessed for its length.
-    pub fn parse(text: &str) -> Result<FleetSecret, ProofError> {
+    /// None or more than two, or one that could be guessed for its length; with the remedy.
+    pub fn parse(text: &str) -> Result<FleetSecret, String> {
         let wrong = |why: String| {
-            Err(ProofError::Unusable(format!(
+            Err(format!(
                 "{why}; `openssl rand -hex 32` makes one, which stands in a line of its own"
-            )))
+            ))
         };
         let lines = text.lines().map(str::trim);
         let secrets: Vec<&str> =
@@ -221,25 +218,6 @@ impl FleetSecret {
         let confirmation = SecretConfirmation(finish(key.mac(b"dialler", about, over)));
         Ok((confirmation, ProvenSession(finish(key.mac(b"session", about, over)))))
     }
-
-    /// A MAC under the first secret over what is said to whoever listens, such as a registration.
-    /// It can be repeated by who hears it: what is said has to hold a time or a count.
-    pub fn sign(&self, purpose: &str, said: &[u8]) -> (KeyId, SessionSeal) {
-        let key = &self.0[0];
-        (key.id, SessionSeal(finish(mac(&key.key, &[b"signed", purpose.as_bytes(), said]))))
-    }
-
-    /// # Errors
-    /// Another secret, or a wrong MAC.
-    pub fn check_signed(
-        &self,
-        purpose: &str,
-        said: &[u8],
-        (id, seal): (KeyId, &SessionSeal),
-    ) -> Result<(), ProofError> {
-        let key = self.0.iter().find(|key| key.id == id).ok_or(ProofError::NoCommonSecret)?;
-        verify(mac(&key.key, &[b"signed", purpose.as_bytes(), said]), &seal.0)
-    }
 }
 
 /// What a dialler has to say to be proven.
@@ -261,14 +239,15 @@ impl ExpectedConfirmation {
 pub struct ProvenSession(MacBytes);
 
 impl ProvenSession {
-    /// A MAC over what is said; `said` has to differ from all else that is sealed in the session.
-    pub fn seal(&self, said: &[u8]) -> SessionSeal {
-        SessionSeal(finish(mac(&self.0, &[said])))
+    /// A MAC over what is said, in parts; they have to differ from all else that is sealed in the
+    /// session.
+    pub fn seal(&self, said: &[&[u8]]) -> SessionSeal {
+        SessionSeal(finish(mac(&self.0, said)))
     }
 
     /// # Errors
     /// It was not sealed by the other side, or was changed since.
-    pub fn check(&self, said: &[u8], seal: &SessionSeal) -> Result<(), ProofError> {
-        verify(mac(&self.0, &[said]), &seal.0)
+    pub fn check(&self, said: &[&[u8]], seal: &SessionSeal) -> Result<(), ProofError> {
+        verify(mac(&self.0, said), &seal.0)
     }
 }

@@ -35,7 +35,7 @@ impl Drop for SecretTestFolder {
 }
 
 fn refused(path: &Path) -> String {
-    let why = SecretFile::open(path).expect_err("it is refused").to_string();
+    let why = SecretFile::open(path).expect_err("it is refused");
     assert!(why.contains(&*path.to_string_lossy()), "the path is named: {why}");
     why
 }
@@ -77,7 +77,7 @@ fn what_is_no_file_is_not_waited_for() {
 fn a_changed_file_counts_from_the_next_proof_on() {
     let folder = SecretTestFolder::new("changes");
     let file = SecretFile::open(&folder.write(OLD, 0o400)).expect("a secret");
-    let silent = |why: &_| panic!("nothing is wrong: {why}");
+    let silent = |why: &str| panic!("nothing is wrong: {why}");
     let first = file.secret(silent);
     folder.write(&format!("{OLD}{NEW}"), 0o400);
     let both = file.secret(silent);

@@ -1,9 +1,9 @@
 //! One TCP connection: what it has to say and what it says.
 
-use crate::budget::PeerSource;
 use crate::shared::SendQueueDepth;
 use crate::zmtp::{ZmtpReader, ZmtpSocket, pong};
 use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
+use kvferry_engine::source::PeerSource;
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::io::IoSlice;

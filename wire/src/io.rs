@@ -1,10 +1,11 @@
 //! The thread that has the sockets.
 
-use crate::budget::{PeerSource, SourceBudget};
 use crate::connection::{ZmqConnection, ZmqPhase};
 use crate::shared::{CONNECTION_CUTS, SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
 use crate::zmtp::ZmtpEvent;
 use kvferry_engine::fabric::{LinkId, LinkKind};
+use kvferry_engine::source::{PeerSource, SourceBudget};
+use kvferry_fabric_common::{ACCEPT_PAUSE, AcceptFailures};
 use rustix::buffer::spare_capacity;
 use rustix::event::{Timespec, epoll};
 use rustix::io::Errno;
@@ -38,9 +39,6 @@ const LINGER: Duration = Duration::from_millis(200);
 
 /// How long a peer that dialled may take to say what it is.
 const GREETING: Duration = Duration::from_secs(5);
-
-/// When it is tried again to accept, if there was no descriptor or memory for it.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// Connections that are accepted in a round.
 const ACCEPTED_TOGETHER: usize = 64;
@@ -110,6 +108,7 @@ pub(crate) struct ZmqIoThread {
     pub(crate) unsent: SourceBudget,
     /// When it is tried again to accept.
     accept_at: Option<Instant>,
+    accept_failures: AcceptFailures,
     pub(crate) chunk: Box<[u8]>,
     pub(crate) said: Vec<ZmtpEvent>,
     pub(crate) news: Vec<ZmqLinkEvent>,
@@ -153,6 +152,7 @@ impl ZmqIoThread {
             unfinished: SourceBudget::new(UNFINISHED_MAX),
             unsent: SourceBudget::new(UNSENT_MAX),
             accept_at: None,
+            accept_failures: AcceptFailures::new("ZeroMQ peers"),
             chunk: vec![0; CHUNK].into(),
             said: Vec::new(),
             news: Vec::new(),
@@ -350,12 +350,8 @@ impl ZmqIoThread {
                         self.accepted(socket, channel);
                     }
                     Err(Errno::AGAIN) => (self.accept_at, listener.is_due) = (None, false),
-                    Err(why @ (Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM)) => {
-                        if self.accept_at.is_none() {
-                            let at = listener.socket.local_addr().ok();
-                            tracing::warn!(?at, %why, "cannot accept; connections wait until it can");
-                        }
-                        self.accept_at = Some(Instant::now() + ACCEPT_AGAIN);
+                    Err(why) if self.accept_failures.must_wait(&why.into()) => {
+                        self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
                         return;
                     }
                     // Of a connection that is gone already.
@@ -371,7 +367,7 @@ impl ZmqIoThread {
         let Some(peer) = peer.and_then(|peer| SocketAddr::try_from(peer).ok()) else { return };
         let connection = ZmqConnection::new((socket, peer), channel, None, Arc::default());
         let source = connection.source;
-        if !self.inbound.has_room(source) {
+        if self.inbound.room(source) == 0 {
             CONNECTION_CUTS.connections.fetch_add(1, Ordering::Relaxed);
             return;
         }

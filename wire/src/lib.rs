@@ -28,7 +28,6 @@
 #![warn(missing_docs)]
 
 mod address;
-mod budget;
 mod connection;
 mod io;
 mod plane;

@@ -97,12 +97,9 @@ fn is_native(frame: &[u8]) -> bool {
     frame.starts_with(&native::MAGIC)
 }
 
-/// What a seal is over: who says it, its number, and the frame.
-fn sealed(by_dialler: bool, number: u64, frame: &[u8]) -> Vec<u8> {
-    let mut said = vec![u8::from(by_dialler)];
-    said.extend(number.to_le_bytes());
-    said.extend(frame);
-    said
+/// Of a seal: whether the dialler said it. Its number and the frame follow.
+const fn direction(by_dialler: bool) -> [u8; 1] {
+    [by_dialler as u8]
 }
 
 fn hello_in(frame: &[u8]) -> Option<Box<Hello>> {
@@ -151,7 +148,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         let Some(LinkProof::Proven { session, sent, .. }) = self.links.get_mut(&link) else {
             return Err(Refused::Gone);
         };
-        let seal = session.seal(&sealed(!link.is_inbound(), *sent, frame));
+        let seal = session.seal(&[&direction(!link.is_inbound()), &sent.to_le_bytes(), frame]);
         let head = ProofFrame::Sealed { number: *sent, seal };
         self.plane.send(link, &[&head.encode(), frame])?;
         *sent += 1;
@@ -201,6 +198,10 @@ impl<P: ControlPlane> ProvenPlane<P> {
     }
 
     fn on_offer(&mut self, link: LinkId, offer: &SecretOffer, hello: Vec<u8>) {
+        // Who was proven says hello again as a frame like others.
+        if matches!(self.links.get(&link), Some(LinkProof::Proven { .. })) {
+            return;
+        }
         match self.proof.answer((PURPOSE, &hello), Some(offer)) {
             Ok(Some((answer, expected))) => {
                 if self.plane.send(link, &[&ProofFrame::Answer(answer).encode()]).is_ok() {
@@ -241,11 +242,10 @@ impl<P: ControlPlane> ProvenPlane<P> {
         link: LinkId,
         proof: &SecretConfirmation,
     ) -> Option<Vec<Vec<u8>>> {
-        if !matches!(self.links.get(&link), Some(LinkProof::Answered { .. })) {
-            return None;
-        }
-        let before = self.links.insert(link, LinkProof::Unproven);
-        let Some(LinkProof::Answered { expected, hello }) = before else {
+        let answered = |state: &&mut LinkProof| matches!(state, LinkProof::Answered { .. });
+        let state = self.links.get_mut(&link).filter(answered)?;
+        let LinkProof::Answered { expected, hello } = std::mem::replace(state, LinkProof::Unproven)
+        else {
             return None;
         };
         match expected.check(proof) {
@@ -265,7 +265,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         let Some(LinkProof::Proven { session, received, .. }) = self.links.get_mut(&link) else {
             return false;
         };
-        let said = sealed(link.is_inbound(), number, frame);
+        let said = [&direction(link.is_inbound())[..], &number.to_le_bytes(), frame];
         if number < *received || session.check(&said, seal).is_err() {
             let why = "a frame on a proven link is not sealed by who was proven";
             self.proof.warn_of_refusal(&self.name, why);
@@ -278,7 +278,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
     /// Native frames of who has proven nothing. Without a secret they are as good as any; with one
     /// only a refusal counts, which the core takes for the end of its own hello and nothing else.
     fn on_unproven(&mut self, link: LinkId, parts: Vec<Vec<u8>>) -> Option<Vec<Vec<u8>>> {
-        if self.proof.secret().is_none() {
+        if !self.proof.is_demanded() {
             return Some(parts);
         }
         let frame = parts.last()?;

@@ -1,9 +1,10 @@
 //! What the plane and its thread share.
 
-use crate::budget::{PeerSource, SourceBudget};
 use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
+use kvferry_engine::source::{PeerSource, SourceBudget};
+use kvferry_fabric_common::lock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
 
 /// Messages that a link takes before `Busy`.
@@ -111,7 +112,7 @@ impl Default for ZmqEventQueue {
 
 impl ZmqEventQueue {
     fn lock(&self) -> MutexGuard<'_, ZmqInbox> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 
     /// Takes all of the news; the messages among them have so many bytes of memory.
@@ -134,7 +135,7 @@ impl ZmqEventQueue {
     /// True if more of a source may be read. If not, [`ZmqEventQueue::take`] will tell.
     pub(crate) fn has_room(&self, source: PeerSource) -> bool {
         let mut inner = self.lock();
-        let has_room = inner.bytes.has_room(source);
+        let has_room = inner.bytes.room(source) > 0;
         inner.is_awaited |= !has_room;
         has_room
     }

@@ -1,11 +1,11 @@
 //! What connections say, and their ends.
 
-use crate::budget::PeerSource;
 use crate::connection::{ZmqConnection, ZmqPhase};
 use crate::io::ZmqIoThread;
 use crate::shared::{CONNECTION_CUTS, ZmqLinkEvent};
 use crate::zmtp::{ZmtpError, ZmtpEvent};
 use kvferry_engine::fabric::LinkId;
+use kvferry_engine::source::PeerSource;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use std::sync::atomic::Ordering;

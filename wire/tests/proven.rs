@@ -266,6 +266,13 @@ fn what_was_heard_cannot_be_said_again() {
     assert_eq!(far.hear(sealed.clone()), [vec![probe(1)]]);
     assert_eq!(far.hear(sealed.clone()), Vec::<Parts>::new(), "a frame twice");
     assert_eq!(near.hear(sealed.clone()), Vec::<Parts>::new(), "a frame back to who said it");
+    // What was said ahead of the proof takes nothing back.
+    for parts in &heard {
+        assert_eq!(far.hear(parts.clone()), Vec::<Parts>::new());
+    }
+    assert_eq!(far.sent(), Vec::<Parts>::new());
+    near.say(&probe(9));
+    assert_eq!(far.hear(near.sent().remove(0)), [vec![probe(9)]]);
     // All of it on a link of its own.
     let mut victim = ProvenTestSide::new(IN, Some(OURS));
     heard.push(sealed);

@@ -2,12 +2,14 @@
 //! in flight, who may come in, news of their threads, and the thread that accepts connections.
 #![warn(missing_docs)]
 
+mod accept;
 mod access;
 mod ledger;
 mod listener;
 mod news;
 mod places;
 
+pub use accept::{ACCEPT_PAUSE, AcceptFailures};
 pub use access::{GuestList, PlaneIdentity, draw_incarnation};
 pub use ledger::{
     LedgerOperation, LedgerRegion, LedgerSession, PlaneLedger, PlaneParts, SessionPhase, invalid,

@@ -1,10 +1,10 @@
 //! The thread that accepts connections. Each is served by a thread of its own, and there are only
 //! so many.
 
+use crate::accept::{ACCEPT_PAUSE, AcceptFailures};
 use crate::places::{ConnectionPlace, PlaceTable};
 use crate::spawn;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
-use rustix::io::Errno;
 use rustix::net::{SocketFlags, acceptfrom_with, sockopt};
 use rustix::time::Timespec;
 use std::io;
@@ -12,13 +12,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
-
-/// Pause after the system had no descriptor for a connection, which stays at the socket.
-const BREATH: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-
-/// Lacks of descriptors less than this apart are told once.
-const EPISODE: Duration = Duration::from_secs(60);
+use std::time::Duration;
 
 /// What becomes of connections.
 pub trait ConnectionHandler: Send + Sync + 'static {
@@ -40,7 +34,8 @@ pub struct ConnectionListener {
 
 impl ConnectionListener {
     /// Accepts at sockets that listen and do not block, and serves at most so many connections at a
-    /// time, those aside that made place for others and end. The threads are named `names`: who accepts, and who serve.
+    /// time, those aside that made place for others and end. The threads are named `names`: who
+    /// accepts, and who serve.
     ///
     /// # Errors
     /// No thread or descriptor is left.
@@ -54,9 +49,9 @@ impl ConnectionListener {
         let served = Arc::new(PlaceTable::new(most));
         let (heard, places, handler) = (stop.clone(), served.clone(), Arc::new(handler));
         let accept = move || {
-            let mut starvation = Starvation::default();
+            let mut failures = AcceptFailures::new(names[0]);
             while let Some(ready) = wait(&sockets, &heard) {
-                let mut lacks = None;
+                let mut must_wait = false;
                 for socket in ready {
                     match acceptfrom_with(&sockets[socket], SocketFlags::CLOEXEC) {
                         Ok((connection, from)) => {
@@ -64,11 +59,12 @@ impl ConnectionListener {
                             let place = places.enter(from, &connection);
                             begin(names[1], place, &handler, (socket, connection));
                         }
-                        Err(why) => lacks = lacks.or(Some(why)),
+                        Err(why) => must_wait |= failures.must_wait(&why.into()),
                     }
                 }
-                if let Some(why) = lacks {
-                    starvation.wait_out(names[0], why, &heard);
+                if must_wait {
+                    let pause = Timespec::try_from(ACCEPT_PAUSE).ok();
+                    let _rung = poll(&mut [PollFd::new(&*heard, PollFlags::IN)], pause.as_ref());
                 }
             }
         };
@@ -92,32 +88,6 @@ impl Drop for ConnectionListener {
         if let Some(thread) = self.thread.take() {
             let _ended = thread.join();
         }
-    }
-}
-
-/// What the system has not had for connections, and when last.
-#[derive(Default)]
-struct Starvation(Option<Instant>);
-
-impl Starvation {
-    /// Waits before the next try where that would fail the same way, and says so once per episode.
-    fn wait_out(&mut self, name: &str, why: Errno, stop: &OwnedFd) {
-        let remedy = match why {
-            Errno::MFILE => {
-                "raise the limit of open files before the start: ulimit -n (docker: --ulimit \
-                 nofile=N, systemd: LimitNOFILE=N)"
-            }
-            Errno::NFILE => "raise the limit of the machine: sysctl -w fs.file-max=N",
-            Errno::NOBUFS | Errno::NOMEM => "free memory of this machine",
-            // Of that connection alone.
-            _ => return,
-        };
-        let now = Instant::now();
-        if self.0.replace(now).is_none_or(|last| now - last > EPISODE) {
-            tracing::warn!(thread = name, %why, remedy,
-                "cannot accept a connection; it waits until that is over");
-        }
-        let _rung = poll(&mut [PollFd::new(stop, PollFlags::IN)], Some(&BREATH));
     }
 }
 

@@ -3,9 +3,10 @@
 //! them, who says nothing for longest.
 
 use crate::lock;
+use kvferry_engine::source::PeerSource;
 use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
 use std::collections::BTreeMap;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -14,9 +15,8 @@ use std::time::Duration;
 /// Their sockets are shut down, so that they take only the time until they run.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Who a connection comes from: an address of IPv4, the network of one of IPv6 (64 bits), or this
-/// host by a Unix socket.
-type Source = Option<IpAddr>;
+/// Who a connection comes from; none by a Unix socket.
+type Source = Option<PeerSource>;
 
 #[derive(Debug)]
 enum PlaceState {
@@ -103,19 +103,14 @@ impl PlaceTable {
         }
         let number = places.next;
         places.next += 1;
-        places.by_number.insert(number, PlaceState::Open(from.map(source), socket));
+        places
+            .by_number
+            .insert(number, PlaceState::Open(from.map(|from| PeerSource::new(from.ip())), socket));
         Some(ConnectionPlace { number, table: self.clone() })
     }
 
     pub(crate) fn is_empty(&self) -> bool {
         lock(&self.places).by_number.is_empty()
-    }
-}
-
-fn source(address: SocketAddr) -> IpAddr {
-    match address.ip().to_canonical() {
-        IpAddr::V6(address) => Ipv6Addr::from(u128::from(address) >> 64 << 64).into(),
-        address => address,
     }
 }
 

@@ -28,7 +28,8 @@ fn purpose(peer: &HandshakeSocket) -> &'static str {
     }
 }
 
-/// Says hello to who is `at` an address, and gets the answer of who has proven to know the secret, if this plane has one.
+/// Says hello to who is `at` an address, and gets the answer; if this plane has a secret, of who has
+/// proven to know it.
 pub(super) fn say_hello(
     hub: &HostPlaneShared,
     (peer, at): (&mut HandshakeSocket, &str),
@@ -58,7 +59,7 @@ pub(super) fn say_hello(
     peer.send(&HostControlMessage::Proven(proof), &[]).map_err(silent)?;
     match peer.receive().map_err(silent)? {
         (HostControlMessage::Sealed { message, seal }, fds) => {
-            session.check(&message, &seal).map_err(HostDialError::ours)?;
+            session.check(&[&message], &seal).map_err(HostDialError::ours)?;
             let message = HostControlMessage::decode(&message, true);
             Ok((message.unwrap_or(HostControlMessage::Unknown), fds))
         }
@@ -80,7 +81,7 @@ impl SealedAnswers {
             None => answer,
             Some(session) => {
                 let message = answer.encode();
-                let seal = session.seal(&message);
+                let seal = session.seal(&[&message]);
                 HostControlMessage::Sealed { message, seal }
             }
         }
@@ -120,8 +121,7 @@ mod tests {
     use super::super::hostile::{Victim, deadline, is_dropped};
     use super::*;
     use crate::{HostConfig, PeerTrust};
-    use kvferry_trust::NO_OFFER;
-    use kvferry_trust::{FleetSecret, SecretAnswer, SecretOffer};
+    use kvferry_trust::{FleetSecret, NO_OFFER, SecretAnswer, SecretOffer};
     use std::fs::{self, Permissions};
     use std::net::TcpStream;
     use std::os::unix::fs::PermissionsExt;
@@ -208,7 +208,7 @@ mod tests {
         else {
             panic!("who is proven is answered")
         };
-        session.check(&message, &seal).unwrap();
+        session.check(&[&message], &seal).unwrap();
         let welcome = HostControlMessage::decode(&message, false);
         assert!(matches!(welcome, Some(HostControlMessage::Welcome { .. })), "{welcome:?}");
         // It says the same again.

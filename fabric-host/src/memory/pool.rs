@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex, Weak};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HugePages {
-    #[default]
     /// Pages of the usual size.
+    #[default]
     No,
     /// Reserved ones if there are, else what the kernel makes of the advice.
     Try,
@@ -130,7 +130,9 @@ impl MemfdPool {
             // SAFETY: Inside the mapping, which nobody else knows yet.
             unsafe { map.start().add(at).write_volatile(0) };
         }
-        allocate(&file, map.len() as u64)?;
+        if huge != HugePages::No {
+            allocate(&file, map.len() as u64)?;
+        }
         let huge = huge_bytes(map.start() as u64);
         let map = Arc::new(map);
         let id = file_id(&file).map_err(|why| format!("memory file: {why}"))?;

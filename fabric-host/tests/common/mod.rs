@@ -4,8 +4,24 @@
 pub(crate) mod remote;
 
 use kvferry_engine::conformance::{DataPlanePair, SecondPlane};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::{DataEvent, DataPlane};
 use kvferry_fabric_host::{DataPath, HostConfig};
 use remote::{HostTestPlane, HostTestSetup, start};
+use std::time::{Duration, Instant};
+
+/// The next event of a plane, of which there is one at a time.
+pub(crate) fn next(plane: &mut dyn DataPlane) -> DataEvent {
+    let end = Instant::now() + Duration::from_secs(300);
+    let mut events = Vec::new();
+    while events.is_empty() {
+        assert!(Instant::now() < end, "no event");
+        plane.poll(Nanos::ZERO, &mut events);
+        std::thread::yield_now();
+    }
+    assert_eq!(events.len(), 1, "{events:?}");
+    events.remove(0)
+}
 
 /// Bytes that the suite wants of each plane.
 const MEMORY: u64 = 1 << 14;

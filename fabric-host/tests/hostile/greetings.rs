@@ -1,14 +1,12 @@
 //! Connections that say nothing.
 
-use crate::common::patient;
 use crate::common::remote::HostTestMemory;
-use kvferry_engine::core::time::Nanos;
+use crate::common::{next, patient};
 use kvferry_engine::fabric::{DataEvent, DataPlane, PeerId, RegionDesc, RegionId, SessionId};
 use kvferry_fabric_host::{DataPath, HostConfig, HostPlane};
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
 use std::process::{Child, ChildStdin, Command, Stdio, exit};
-use std::time::{Duration, Instant};
 
 /// In the environment of the process that connects: the port.
 const PORT: &str = "KVFERRY_TEST_IDLE_PORT";
@@ -61,18 +59,6 @@ fn idle_process() {
     writeln!(out, "\n{CONNECTED}").and_then(|()| out.flush()).expect("the parent listens");
     let _closed = std::io::stdin().lines().count();
     exit(0);
-}
-
-/// The next event of a plane.
-fn next(plane: &mut HostPlane) -> DataEvent {
-    let end = Instant::now() + Duration::from_secs(300);
-    let mut events = Vec::new();
-    while events.is_empty() {
-        assert!(Instant::now() < end, "no event");
-        plane.poll(Nanos::ZERO, &mut events);
-        std::thread::yield_now();
-    }
-    events.remove(0)
 }
 
 fn register(plane: &mut HostPlane, bytes: &mut HostTestMemory) -> RegionDesc {

@@ -13,6 +13,7 @@ impl Exit {
     pub(crate) const UNFIT: Exit = Exit(1);
     /// The input cannot be used.
     pub(crate) const INVALID: Exit = Exit(2);
+    /// What may never happen has happened: an invariant was violated, or bytes are wrong.
     pub(crate) const CORRECTNESS: Exit = Exit(4);
     /// A thread panicked.
     pub(crate) const PANIC: Exit = Exit(6);

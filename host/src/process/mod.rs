@@ -11,7 +11,8 @@ mod signals;
 mod stdout;
 
 pub(crate) use exit::{CommandError, Exit, print_error};
-pub(crate) use listener::{AcceptFailures, PatientListener, open_files_max, raise_open_files};
+pub(crate) use kvferry_fabric_common::lock;
+pub(crate) use listener::{PatientListener, open_files_max, raise_open_files};
 pub(crate) use panic_exit::exit_on_panic;
 pub use program::interpreted_by;
 pub(crate) use program::this_program;
@@ -22,13 +23,7 @@ pub(crate) use stdout::StdoutGuard;
 use clap::ValueEnum;
 use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{LineStyle, Row, Table, TableStyle};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-
-/// Locks, also after somebody panicked while holding it: no holder leaves anything half done.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Lines around a table and below its header.
 const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());

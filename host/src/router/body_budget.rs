@@ -1,31 +1,21 @@
 //! Bytes of clients' bodies in memory: one budget, shared by address.
 
 use crate::process::lock;
-use std::collections::HashMap;
-use std::net::IpAddr;
+use kvferry_engine::source::{PeerSource, SourceBudget};
 use std::sync::{Arc, Mutex};
 
 /// All bytes that may be held. An address gets no more than is left for all others then: the first
 /// half of them, the next one half of what is left, so that there is always room for who comes.
 #[derive(Debug)]
-pub(crate) struct BodyBudget {
-    most: usize,
-    held: Mutex<HeldBytes>,
-}
-
-#[derive(Debug, Default)]
-struct HeldBytes {
-    total: usize,
-    accounts: HashMap<IpAddr, usize>,
-}
+pub(crate) struct BodyBudget(Mutex<SourceBudget>);
 
 impl BodyBudget {
     pub(crate) fn new(most: usize) -> Arc<BodyBudget> {
-        Arc::new(BodyBudget { most, held: Mutex::default() })
+        Arc::new(BodyBudget(Mutex::new(SourceBudget::new(most))))
     }
 
     /// Bytes of one body, none so far.
-    pub(crate) fn body(self: &Arc<BodyBudget>, account: IpAddr) -> BodyBytes {
+    pub(crate) fn body(self: &Arc<BodyBudget>, account: PeerSource) -> BodyBytes {
         BodyBytes { budget: self.clone(), account, bytes: 0 }
     }
 }
@@ -34,7 +24,7 @@ impl BodyBudget {
 #[derive(Debug)]
 pub(crate) struct BodyBytes {
     budget: Arc<BodyBudget>,
-    account: IpAddr,
+    account: PeerSource,
     bytes: usize,
 }
 
@@ -44,14 +34,12 @@ impl BodyBytes {
     /// # Errors
     /// So many bytes are held for its address, and for all.
     pub(crate) fn add(&mut self, more: usize) -> Result<(), (usize, usize)> {
-        let held = &mut *lock(&self.budget.held);
-        let own = held.accounts.get(&self.account).copied().unwrap_or(0);
-        let left = self.budget.most.saturating_sub(held.total).saturating_sub(more);
-        if own + more > left {
-            return Err((own, held.total));
+        let held = &mut *lock(&self.budget.0);
+        // They count twice: its address has them, and they are not free any more.
+        if more.saturating_mul(2) > held.room(self.account) {
+            return Err((held.of(self.account), held.held()));
         }
-        held.total += more;
-        held.accounts.insert(self.account, own + more);
+        held.change(self.account, 0, more);
         self.bytes += more;
         Ok(())
     }
@@ -59,14 +47,7 @@ impl BodyBytes {
 
 impl Drop for BodyBytes {
     fn drop(&mut self) {
-        let held = &mut *lock(&self.budget.held);
-        held.total -= self.bytes;
-        if let Some(own) = held.accounts.get_mut(&self.account) {
-            *own -= self.bytes;
-            if *own == 0 {
-                held.accounts.remove(&self.account);
-            }
-        }
+        lock(&self.budget.0).change(self.account, self.bytes, 0);
     }
 }
 
@@ -78,14 +59,15 @@ mod tests {
     fn there_is_always_room_for_who_comes() {
         let budget = BodyBudget::new(96);
         let taken = |n: u8| {
-            let mut body = budget.body(IpAddr::from([10, 0, 0, n]));
+            let mut body = budget.body(PeerSource::new([10, 0, 0, n].into()));
             while body.add(1).is_ok() {}
             body
         };
         let bodies: Vec<_> = (0..3).map(taken).collect();
         assert_eq!(bodies.iter().map(|it| it.bytes).collect::<Vec<_>>(), [48, 24, 12]);
         drop(bodies);
-        let held = lock(&budget.held);
-        assert!(held.total == 0 && held.accounts.is_empty(), "{held:?}");
+        let held = lock(&budget.0);
+        let of = |n: u8| held.of(PeerSource::new([10, 0, 0, n].into()));
+        assert!(held.held() == 0 && (0..3).all(|n| of(n) == 0), "{held:?}");
     }
 }

@@ -1,23 +1,12 @@
 //! The connections of clients that there are, by address, and which is closed for a new one.
 
 use crate::process::lock;
+use kvferry_engine::source::PeerSource;
 use std::collections::{BTreeMap, HashMap};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
-
-/// Whom a budget counts connections and bytes to: an address, or the network of 64 bits that one
-/// who has an address of IPv6 usually has whole.
-pub(crate) fn account(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => {
-            let network = address.to_bits() >> 64 << 64;
-            IpAddr::V6(Ipv6Addr::from_bits(network))
-        }
-        address => address,
-    }
-}
 
 /// All connections of clients. A new one takes the place of the one that has been idle for longest,
 /// of the address that has the most idle ones: who floods closes its own.
@@ -32,7 +21,7 @@ struct TableState {
     total: usize,
     /// Moments at which connections became idle, in their order.
     moments: u64,
-    accounts: HashMap<IpAddr, ConnectionAccount>,
+    accounts: HashMap<PeerSource, ConnectionAccount>,
 }
 
 /// The connections of one address.
@@ -60,7 +49,7 @@ impl ConnectionTable {
         self: &Arc<ConnectionTable>,
         address: IpAddr,
     ) -> Result<Arc<ClientConnection>, NoPlace> {
-        let account = account(address);
+        let account = PeerSource::new(address);
         let state = &mut *lock(&self.state);
         if state.total >= self.most && !state.close_one(account) {
             let own = state.accounts.get(&account).map_or(0, |own| own.total);
@@ -80,9 +69,9 @@ impl ConnectionTable {
 impl TableState {
     /// Closes an idle connection of who has the most of them, or of the account itself; of another
     /// one only if that has as many connections.
-    fn close_one(&mut self, account: IpAddr) -> bool {
+    fn close_one(&mut self, account: PeerSource) -> bool {
         let own = self.accounts.get(&account).map_or(0, |own| own.total);
-        let may = |(of, it): &(&IpAddr, &ConnectionAccount)| {
+        let may = |(of, it): &(&PeerSource, &ConnectionAccount)| {
             !it.idle.is_empty() && (**of == account || it.total >= own)
         };
         let all = self.accounts.iter().filter(may);
@@ -95,7 +84,7 @@ impl TableState {
         true
     }
 
-    fn gone(&mut self, account: IpAddr) {
+    fn gone(&mut self, account: PeerSource) {
         self.total -= 1;
         if let Some(own) = self.accounts.get_mut(&account) {
             own.total -= 1;
@@ -113,14 +102,14 @@ const BUSY: u64 = 0;
 #[derive(Debug)]
 pub(crate) struct ClientConnection {
     table: Arc<ConnectionTable>,
-    account: IpAddr,
+    account: PeerSource,
     closed: Arc<Notify>,
     /// The moment at which it became idle, or [`BUSY`].
     idle_since: AtomicU64,
 }
 
 impl ClientConnection {
-    pub(crate) fn account(&self) -> IpAddr {
+    pub(crate) fn account(&self) -> PeerSource {
         self.account
     }
 
@@ -181,7 +170,7 @@ mod tests {
         let quiet = table.admit(at(1)).expect("room");
         let mut flood: Vec<_> =
             (0..20).map(|_| table.admit(at(2)).expect("it closes its own")).collect();
-        assert_eq!(lock(&table.state).accounts[&at(2)].total, 3);
+        assert_eq!(lock(&table.state).accounts[&PeerSource::new(at(2))].total, 3);
         // All in use: nobody gives way but who has as many.
         flood.drain(..17);
         flood.iter().for_each(|it| it.begin());
@@ -193,12 +182,5 @@ mod tests {
         drop((flood, new));
         let state = lock(&table.state);
         assert!(state.total == 0 && state.accounts.is_empty(), "{state:?}");
-    }
-
-    #[test]
-    fn an_address_of_ipv6_stands_for_its_network() {
-        let one = account("2001:db8::1".parse().expect("an address"));
-        assert_eq!(one, account("2001:db8::ffff:1".parse().expect("an address")));
-        assert_eq!(account("::ffff:10.0.0.1".parse().expect("an address")), at(1));
     }
 }

@@ -24,6 +24,7 @@ use hyper::header::{
 use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Driver, MailboxSender};
 use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::source::PeerSource;
 use rand::distr::{Alphanumeric, SampleString};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -64,7 +65,8 @@ impl RequestHandler {
         check_type(&parts.headers)?;
         let limits = &self.settings.limits;
         let connection = parts.extensions.get::<Arc<ClientConnection>>();
-        let account = connection.map_or(Ipv4Addr::UNSPECIFIED.into(), |it| it.account());
+        let account =
+            connection.map_or(PeerSource::new(Ipv4Addr::UNSPECIFIED.into()), |it| it.account());
         let mut held = self.bodies.body(account);
         let body = self.body(body, &mut held).await?;
         if let Some(connection) = connection {

@@ -136,32 +136,28 @@ pub(crate) struct OperatorConfig {
     pub(crate) state: Option<PathBuf>,
 }
 
-fn socket(text: &str) -> Result<PathBuf, String> {
+/// A text that is not empty.
+fn filled<T: for<'a> From<&'a str>>(key: &str, what: &str, text: &str) -> Result<T, String> {
     match text {
-        "" => Err("socket = \"\": it has to be a path".into()),
-        path => Ok(path.into()),
+        "" => Err(format!("{key} = \"\": it has to be {what}")),
+        text => Ok(text.into()),
     }
+}
+
+fn socket(text: &str) -> Result<PathBuf, String> {
+    filled("socket", "a path", text)
 }
 
 fn secret_file(text: &str) -> Result<PathBuf, String> {
-    match text {
-        "" => Err("secret_file = \"\": it has to be the path of a file".into()),
-        path => Ok(path.into()),
-    }
+    filled("secret_file", "the path of a file", text)
 }
 
 fn state(text: &str) -> Result<PathBuf, String> {
-    match text {
-        "" => Err("state = \"\": it has to be the path of a folder".into()),
-        path => Ok(path.into()),
-    }
+    filled("state", "the path of a folder", text)
 }
 
 fn metrics(text: &str) -> Result<String, String> {
-    match text {
-        "" => Err("metrics = \"\": it has to be HOST:PORT".into()),
-        place => Ok(place.into()),
-    }
+    filled("metrics", "HOST:PORT", text)
 }
 
 fn log_format(text: &str) -> Result<LogFormat, String> {

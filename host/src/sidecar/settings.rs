@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// What moves the bytes.
@@ -382,12 +382,18 @@ impl ConnectorSettings {
         })
     }
 
+    /// The file of the fleet's secret: of the engine, else of its host.
+    pub(super) fn secret_file<'a>(&'a self, fabric: &'a HostConfig) -> Option<&'a Path> {
+        let own = self.secret_file.as_ref().or(self.mori.secret_file.as_ref());
+        own.or(fabric.trust.secret_file.as_ref()).map(PathBuf::as_path)
+    }
+
     /// The data plane of a rank; `fabric` has what a host was told of host memory.
     ///
     /// # Errors
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
-        let secret_file = self.secret_file.clone().or_else(|| fabric.trust.secret_file.clone());
+        let secret_file = self.secret_file(fabric).map(Path::to_owned);
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
@@ -404,7 +410,7 @@ impl ConnectorSettings {
             post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
             num_workers: self.num_workers.into(),
             host: self.host_ip.clone(),
-            secret_file: secret_file.or_else(|| self.mori.secret_file.clone()),
+            secret_file,
             ..self.mori.clone()
         };
         let wrong = |why| format!("kv_connector_extra_config: mori: {why}");
@@ -487,6 +493,26 @@ mod tests {
         assert_eq!(plane, PlaneConfig::Mori(expected));
         let bad = ConnectorSettings { host_ip: "a.b".into(), ..settings };
         assert!(bad.plane(&HostConfig::default()).expect_err("a name").contains("IPv4"));
+    }
+
+    #[test]
+    fn one_secret_is_proven_in_hellos_and_by_planes() {
+        let trust = PeerTrust { secret_file: Some("/host".into()), ..PeerTrust::default() };
+        let fabric = HostConfig { trust, ..HostConfig::default() };
+        for (given, file) in [
+            (r#"{}"#, "/host"),
+            (r#"{"secret_file": "/own"}"#, "/own"),
+            (r#"{"backend": "rdma", "host_ip": "10.0.0.1"}"#, "/host"),
+            (r#"{"backend": "rdma", "host_ip": "10.0.0.1", "mori": {"secret_file": "/m"}}"#, "/m"),
+        ] {
+            let settings = ConnectorSettings::read(given).expect("all of it is known");
+            assert_eq!(settings.secret_file(&fabric), Some(Path::new(file)), "{given}");
+            let plane = match settings.plane(&fabric).expect("it can be") {
+                PlaneConfig::Host(config) => config.trust.secret_file,
+                PlaneConfig::Mori(config) => config.secret_file,
+            };
+            assert_eq!(plane.as_deref(), Some(Path::new(file)), "{given}");
+        }
     }
 
     #[test]

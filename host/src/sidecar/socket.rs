@@ -4,10 +4,10 @@ use super::codec::{MessageDecoder, decode, encode};
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, GatewayActor};
 use super::ownership;
 use super::proto::{ConnectorHello, FRAME_MAX};
-use crate::process::AcceptFailures;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
 use kvferry_engine::actors::MailboxSender;
+use kvferry_fabric_common::{ACCEPT_PAUSE, AcceptFailures};
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 use serde::Serialize;
@@ -106,7 +106,8 @@ pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<Gatewa
                     gateway.address().do_send(ClientLeft(client));
                 });
             }
-            Err(why) => failures.failed(&why).await,
+            Err(why) if failures.must_wait(&why) => tokio::time::sleep(ACCEPT_PAUSE).await,
+            Err(_) => {}
         }
     }
 }

@@ -18,7 +18,6 @@ use kvferry_fabric_host::HostConfig;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::os::fd::IntoRawFd;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 /// An engine that is served.
@@ -54,8 +53,7 @@ pub(super) fn start(
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let [handshake, notify] = ports(engine)?;
-    let secret_file = settings.secret_file.as_ref().or(operator.fabric.trust.secret_file.as_ref());
-    let secret_file = secret_file.map(PathBuf::as_path);
+    let secret_file = settings.secret_file(&operator.fabric);
     let listeners = ControlListeners::new(settings.places(handshake, notify), secret_file)?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
     // Nobody will know the engine by ports that it was not given.

@@ -3,8 +3,8 @@
 
 use super::rejections::RejectReason;
 use crate::fabric::Endpoint;
+use crate::source::PeerSource;
 use serde::{Deserialize, Serialize};
-use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -115,32 +115,13 @@ pub(super) fn admit(http: &Endpoint, listed: Option<&ListedInstances>) -> Result
     }
 }
 
-/// Whence a registration came: the address of its connection, of IPv6 the network of 64 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct RegistrationSource(IpAddr);
+/// The source of all connections beyond those of which it is remembered whence they came.
+pub(super) const UNNAMED: PeerSource = PeerSource::new(IpAddr::V6(Ipv6Addr::UNSPECIFIED));
 
-impl RegistrationSource {
-    /// All connections beyond those of which it is remembered whence they came.
-    pub(super) const UNNAMED: RegistrationSource =
-        RegistrationSource(IpAddr::V6(Ipv6Addr::UNSPECIFIED));
-
-    /// None of what is no IP address, as in a simulation.
-    pub(super) fn of(from: &Endpoint) -> Option<RegistrationSource> {
-        let (host, _) = split(from.0.strip_prefix("tcp://").unwrap_or(&from.0))?;
-        Some(RegistrationSource(match host.parse().ok()? {
-            IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() >> 64 << 64)),
-            address => address,
-        }))
-    }
-}
-
-impl fmt::Display for RegistrationSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.is_ipv4() {
-            true => write!(f, "{}", self.0),
-            false => write!(f, "{}/64", self.0),
-        }
-    }
+/// Whence a registration came; none of what is no IP address, as in a simulation.
+pub(super) fn source_of(from: &Endpoint) -> Option<PeerSource> {
+    let (host, _) = split(from.0.strip_prefix("tcp://").unwrap_or(&from.0))?;
+    host.parse().ok().map(PeerSource::new)
 }
 
 #[cfg(test)]
@@ -188,7 +169,7 @@ mod tests {
 
     #[test]
     fn a_source_is_an_address() {
-        let source = |from: &str| RegistrationSource::of(&from.into()).map(|it| it.to_string());
+        let source = |from: &str| source_of(&from.into()).map(|it| it.to_string());
         assert_eq!(source("tcp://10.0.0.1:5").as_deref(), Some("10.0.0.1"));
         assert_eq!(source("tcp://[2001:db8::7]:5").as_deref(), Some("2001:db8::/64"));
         assert_eq!((source("sim://p0"), source("p0")), (None, None));

@@ -70,7 +70,6 @@ pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
-use self::admission::RegistrationSource;
 use self::discovery::{DiscoveryMessage, RegistrationEntry};
 use self::dispatcher::{LegDispatcher, RouterTimer};
 use self::registry::{InstanceId, RegisterOutcome};
@@ -83,6 +82,7 @@ use super::layout::Mismatch;
 use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
+use crate::source::PeerSource;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What nobody fetches any more of one prefill.
@@ -212,10 +212,10 @@ impl Router {
     }
 
     /// Whence a link came, of those that came from an address.
-    fn source(&self, link: LinkId) -> Option<RegistrationSource> {
+    fn source(&self, link: LinkId) -> Option<PeerSource> {
         match self.from.get(&link) {
-            Some(from) => RegistrationSource::of(from),
-            None => (self.from.len() >= NAMED_MAX).then_some(RegistrationSource::UNNAMED),
+            Some(from) => admission::source_of(from),
+            None => (self.from.len() >= NAMED_MAX).then_some(admission::UNNAMED),
         }
     }
 
@@ -223,7 +223,7 @@ impl Router {
         &mut self,
         now: Nanos,
         http: &Endpoint,
-        source: Option<RegistrationSource>,
+        source: Option<PeerSource>,
         reason: RejectReason,
     ) {
         let why = match (reason, source) {

@@ -1,7 +1,6 @@
 //! The instances that registered.
 
 use super::abandon_queue::AbandonQueue;
-use super::admission::RegistrationSource;
 use super::discovery::{RegistrationEntry, rank_name};
 use super::health::Health;
 use super::io::{PairMember, RouterConfig};
@@ -15,6 +14,7 @@ use crate::core::message::{Registration, Role, TROUBLES_MAX};
 use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
+use crate::source::PeerSource;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ pub(super) struct RegisteredInstance {
     /// True until it answered a probe.
     pub(super) unproven: bool,
     /// Whence it registered first, if that is known.
-    pub(super) source: Option<RegistrationSource>,
+    pub(super) source: Option<PeerSource>,
     /// When it said so.
     pub(super) registered: Nanos,
     /// No leg is sent from here on. Kept beside the timer because several instances expire at one
@@ -184,7 +184,7 @@ impl Registry {
     pub(super) fn register(
         &mut self,
         now: Nanos,
-        (mut entry, source): (RegistrationEntry, Option<RegistrationSource>),
+        (mut entry, source): (RegistrationEntry, Option<PeerSource>),
         config: &RouterConfig,
     ) -> Result<RegisterOutcome, RejectReason> {
         entry.registration.troubles.truncate(TROUBLES_MAX);
@@ -282,7 +282,7 @@ impl Registry {
     /// there is always room for who comes.
     fn is_share_full(
         &self,
-        source: Option<RegistrationSource>,
+        source: Option<PeerSource>,
         replaced: &[InstanceId],
         left: usize,
     ) -> bool {
@@ -354,7 +354,7 @@ impl Registry {
     fn insert(
         &mut self,
         now: Nanos,
-        (entry, source): (RegistrationEntry, Option<RegistrationSource>),
+        (entry, source): (RegistrationEntry, Option<PeerSource>),
         config: &RouterConfig,
     ) -> InstanceId {
         let RegistrationEntry { registration, zmq, native } = entry;

@@ -1,16 +1,14 @@
-//! What wakes threads: eventfds within the process, and between two processes pairs of sockets.
+//! What wakes threads: eventfds within the process, and pipes between two processes.
 //!
 //! An eventfd is one thing for all who have it: a peer could have who writes to it wait for ever. Of
-//! a pair each side has a socket of its own, and what is sent by it without waiting does not wait,
-//! whatever the peer does with the other one.
+//! a pipe each side has an end of its own, which is opened so that a write does not wait for room,
+//! whatever the peer does with its end. Datagram sockets do the same and take 1 us more for a ring.
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::fs::{Mode, OFlags, fchmod, open, readlink};
 use rustix::io::Errno;
-use rustix::net::sockopt::{socket_domain, socket_type};
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
-};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::pipe::{PipeFlags, pipe_with};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -29,20 +27,27 @@ fn ring(bell: &OwnedFd) {
 pub(crate) struct PeerBell(Arc<OwnedFd>);
 
 impl PeerBell {
-    /// What a peer sent as its doorbell.
+    /// Of the pipe that a peer sent. Its end is opened anew: what the peer does with the flags of
+    /// the one that it sent has no effect here.
     ///
     /// # Errors
-    /// To ring it could take as long as the peer likes.
-    pub(crate) fn new(socket: OwnedFd) -> Result<PeerBell, String> {
-        match (socket_domain(&socket), socket_type(&socket)) {
-            (Ok(AddressFamily::UNIX), Ok(SocketType::DGRAM)) => Ok(PeerBell(Arc::new(socket))),
-            _ => Err("a doorbell that is no Unix datagram socket, which no plane sends".into()),
+    /// It is none, so that to ring it could take as long as the peer likes.
+    pub(crate) fn new(sent: OwnedFd) -> Result<PeerBell, String> {
+        let path = format!("/proc/self/fd/{}", sent.as_raw_fd());
+        // Nothing with a path is named like this.
+        let is_pipe = |name: &std::ffi::CStr| name.to_bytes().starts_with(b"pipe:[");
+        if !readlink(&path, Vec::new()).is_ok_and(|name| is_pipe(&name)) {
+            return Err("a doorbell that is no pipe, which no plane sends".into());
         }
+        // For reading, too: a write to a pipe that nobody reads any more is a signal.
+        let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let own = open(path, flags, Mode::empty());
+        own.map(|own| PeerBell(Arc::new(own))).map_err(|why| format!("doorbell: {why}"))
     }
 
     pub(crate) fn ring(&self) {
         // Where there is no room it is rung already. If the peer broke it, it is its loss.
-        let _ = send(&*self.0, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        let _ = rustix::io::write(&*self.0, &[1]);
     }
 }
 
@@ -56,14 +61,15 @@ impl HeardBell {
     /// # Errors
     /// No descriptor is left.
     pub(crate) fn pair() -> Result<(HeardBell, OwnedFd), Errno> {
-        let (unix, flags) = (AddressFamily::UNIX, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
-        let (heard, rung) = socketpair(unix, SocketType::DGRAM, flags, None)?;
+        let (heard, rung) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?;
+        // For a peer of another user, who opens it again.
+        fchmod(&rung, Mode::from_raw_mode(0o666))?;
         Ok((HeardBell(heard), rung))
     }
 
-    /// It was heard; readable again only if it was rung more often.
+    /// It was heard; readable again only if it is rung after that, or was very often.
     pub(crate) fn hear(&self) {
-        let _ = recv(&self.0, &mut [0_u8; 1], RecvFlags::DONTWAIT);
+        let _ = rustix::io::read(&self.0, &mut [0_u8; 64]);
     }
 
     /// What is readable when it was rung.

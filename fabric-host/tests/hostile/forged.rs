@@ -12,8 +12,9 @@ use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
-    sendmsg, socket_with, socketpair,
+    sendmsg, socket_with,
 };
+use rustix::pipe::{PipeFlags, pipe_with};
 use serde::{Deserialize, Serialize};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -236,7 +237,8 @@ pub(crate) fn own_memory(bytes: &[u8]) -> ForgedRegion {
 
 /// A doorbell: the end that is rung, and the one that is waited on.
 pub(crate) fn bell() -> (OwnedFd, OwnedFd) {
-    socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).expect("a pair")
+    let (waited, rung) = pipe_with(PipeFlags::CLOEXEC).expect("a pipe");
+    (rung, waited)
 }
 
 /// Sends a message with descriptors.

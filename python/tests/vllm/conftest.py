@@ -102,6 +102,8 @@ class Place:
     logs: Path
     reference: Reference
     folder: Callable[[str], Path]
+    # What servers are told for a secret of the fleet.
+    secret: dict[str, str]
 
 
 class Ahead:
@@ -188,7 +190,11 @@ def reference(model, logs):
 
 @pytest.fixture(scope="session")
 def ahead(request, model, logs, reference, tmp_path_factory):
-    place = Place(model, logs, reference, tmp_path_factory.mktemp)
+    secret = tmp_path_factory.mktemp("fleet") / "secret"
+    secret.touch(0o600)
+    secret.write_text(os.urandom(32).hex())
+    fleet = {"KVFERRY_SECRET_FILE": str(secret)}
+    place = Place(model, logs, reference, tmp_path_factory.mktemp, fleet)
     ahead = Ahead(request.config.stash[GROUPS], place)
     yield ahead
     ahead.close()

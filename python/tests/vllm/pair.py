@@ -62,9 +62,21 @@ class Pair:
         self.flags = self.flags | {role: flags}
         setattr(self, role, self._start(role).ready())
 
-    def _start(self, role: str) -> Server:
-        model, logs, discovery, env = self.place
-        http, (handshake, notify) = self.http[role], free_ports(2)
+    @contextmanager
+    def another(self, role: str, env: dict[str, str]):
+        """One more server of a role, at a port of its own, that the router does not hear of."""
+        server = self._start(role, free_ports(1)[0], 0, env)
+        try:
+            yield server.ready()
+        finally:
+            server.stop()
+
+    def _start(
+        self, role: str, http: int | None = None, discovery: int | None = None, more: dict | None = None
+    ) -> Server:
+        model, logs, known, env = self.place
+        discovery = known if discovery is None else discovery
+        http, (handshake, notify) = http or self.http[role], free_ports(2)
         connector = self.connectors[role]
         if connector["kv_connector"] != MORIIO["kv_connector"]:
             # It tells its peers which it chose.
@@ -88,7 +100,7 @@ class Pair:
         kv["engine_id"] = f"{name}-{uuid.uuid4().hex[:8]}"
         log = logs / f"{kv['engine_id']}.log"
         flags = self.flags.get(role, [])
-        return Server(name, model, http, log, kv, env, self.asynchronous, flags)
+        return Server(name, model, http, log, kv, env | (more or {}), self.asynchronous, flags)
 
     def ready(self) -> "Pair":
         self.prefill.ready()

@@ -1,5 +1,5 @@
 """What happens to KvferryConnector's servers, hosts and clients: each request has its right answer or
-a clear error within a time, the next ones are served, and no block is lost."""
+a clear error within a time, the next ones are served, and no block is lost. They have a secret."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import native
 import pytest
@@ -53,7 +54,7 @@ def servers(param: tuple[str, str, str, bool], place):
     connectors = dict.fromkeys(ROLES, kvferry_at(actors, kv_load_failure_policy=policy))
     faults = place.folder(mode) / "faults.toml"
     faults.write_text(FAULTS)
-    env = {"KVFERRY_FAULTS": str(faults)}
+    env = {"KVFERRY_FAULTS": str(faults)} | place.secret
     with served(f"faults-{mode.lower()}", place, mode, connectors, env, asynchronous) as pair:
         pair.policy = policy
         # They meet the faults: a copy that is suppressed, and a transfer that fails.
@@ -76,8 +77,12 @@ def drill_prompt(own, what: str) -> list[int]:
 
 
 def outcome(own, ids: list[int]) -> list[int] | Refused:
+    return complete(own.router, request(ids))
+
+
+def complete(server, body: dict) -> list[int] | Refused:
     try:
-        return tokens(own.router.complete(request(ids)))
+        return tokens(server.complete(body))
     except Refused as refused:
         return refused
 
@@ -137,6 +142,31 @@ def test_logprobs_of_the_prompt(own, reference):
     logprobs = answer["choices"][0]["prompt_logprobs"]
     assert len(logprobs) == len(ids) and all(logprobs[1:])
     check_afterwards(own, reference, "logprobs")
+
+
+def test_a_server_without_the_secret_is_refused(own, reference):
+    """A decode in one mode, a prefill in the other; both sides say why."""
+    role = "decode" if own.mode == "WRITE" else "prefill"
+    ids = prompt(200, f"{own.mode} stranger")
+    with own.another(role, {"KVFERRY_SECRET_FILE": ""}) as stranger:
+        pair = {name: getattr(own, name) for name in ROLES} | {role: stranger}
+        known = {name: server.log.stat().st_size for name, server in pair.items()}
+        pair = SimpleNamespace(mode=own.mode, **pair)
+        key = native.key()
+        with ThreadPoolExecutor(1) as pool:
+            to_prefill = native.to_prefill(pair, key) | request(ids, max_tokens=1)
+            prefilled = pool.submit(complete, pair.prefill, to_prefill)
+            answer = complete(pair.decode, native.to_decode(pair, key) | request(ids))
+            prefilled.result()
+        for name in ROLES:
+            with getattr(pair, name).log.open() as log:
+                log.seek(known[name])
+                assert "secret" in log.read(), name
+    if own.policy == "recompute":
+        assert answer == reference(ids)
+    else:
+        assert isinstance(answer, Refused) and answer.status >= 500
+    check_afterwards(own, reference, "a stranger")
 
 
 def test_a_client_leaves_while_decode_waits(own, reference):

@@ -15,7 +15,8 @@ KINDS = [("prefill", "WRITE"), ("decode", "READ"), ("prefill", "READ"), ("decode
 def servers(param: tuple[str, str], place):
     role, mode = param
     connectors = {other: KVFERRY if other == role else MORIIO for other in ROLES}
-    with served(f"mixed-{role}-{mode.lower()}", place, mode, connectors) as pair:
+    # A secret of the fleet is proven by data planes; MoRIIO's own messages know of none.
+    with served(f"mixed-{role}-{mode.lower()}", place, mode, connectors, place.secret) as pair:
         yield pair
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """`kvferry router` beside vllm-router 0.1.17, with instant backends and wrk.
 
-Needs wrk, nginx and the release build of kvferry; vllm-router comes from PyPI into a virtual
-environment (--venv, made if missing). Every round measures all targets one after the other, so that
+Needs wrk, nginx, openssl and the release build of kvferry; vllm-router comes from PyPI into a virtual
+environment (--venv, made if missing). With --tls the router is measured with TLS towards clients,
+towards instances, and towards both, too. Every round measures all targets one after the other, so that
 what disturbs the machine disturbs all of them; the table has medians over the rounds. CPU is that of
 the router's processes, from /proc.
 """
@@ -13,6 +14,7 @@ import os
 import pathlib
 import re
 import socket
+import ssl
 import statistics
 import subprocess
 import sys
@@ -68,6 +70,9 @@ http {{
   default_type application/json;
   server {{ listen 127.0.0.1:{p}; location / {{ return 200 '{prefill}'; }} }}
   server {{ listen 127.0.0.1:{d}; location / {{ return 200 '{answer}'; }} }}
+  ssl_certificate {dir}/cert.pem; ssl_certificate_key {dir}/key.pem;
+  server {{ listen 127.0.0.1:{tls_p} ssl; location / {{ return 200 '{prefill}'; }} }}
+  server {{ listen 127.0.0.1:{tls_d} ssl; location / {{ return 200 '{answer}'; }} }}
 }}
 """
 
@@ -161,7 +166,8 @@ def wait_until_served(url, process):
     while True:
         try:
             asked = urllib.request.Request(url, BODY.encode(), {"Content-Type": "application/json"})
-            urllib.request.urlopen(asked, timeout=5).read()
+            context = ssl._create_unverified_context() if url.startswith("https") else None
+            urllib.request.urlopen(asked, timeout=5, context=context).read()
             return
         except OSError as why:
             if process.poll() is not None or time.monotonic() > deadline:
@@ -169,13 +175,24 @@ def wait_until_served(url, process):
             time.sleep(0.1)
 
 
-def start_ours(binary, mode, p, d, log):
+def make_certificate(folder):
+    subprocess.run([
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
+        "-days", "30", "-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1",
+        "-addext", "basicConstraints=critical,CA:FALSE",
+        "-keyout", f"{folder}/key.pem", "-out", f"{folder}/cert.pem",
+    ], check=True, stderr=subprocess.DEVNULL)
+    os.chmod(f"{folder}/key.pem", 0o400)
+
+
+def start_ours(binary, mode, p, d, log, flags=()):
     command = [binary, "router", "--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"]
-    command += ["--admin-addr", "127.0.0.1:0"]
+    command += ["--admin-addr", "127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
     line = json.loads(process.stdout.readline())
     heart = Heart(int(line["discovery"].rsplit(":", 1)[1]), mode, p, d)
-    return process, f"http://{line['http']}/v1/completions", heart
+    scheme = "https" if "--tls-cert" in flags else "http"
+    return process, f"{scheme}://{line['http']}/v1/completions", heart
 
 
 def start_theirs(venv, policy, mode, p, d, log):
@@ -223,6 +240,7 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=3)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--tls", action="store_true")
     parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"])
     parser.add_argument("--policies", nargs="*", default=["round_robin", "cache_aware"])
     return parser.parse_args()
@@ -248,8 +266,10 @@ def main():
 
 
 def run(args, folder, log, started, hearts):
-    p, d = free_port(), free_port()
-    config = NGINX.format(dir=folder, p=p, d=d, prefill=PREFILL, answer=ANSWER)
+    p, d, tls_p, tls_d = (free_port() for _ in range(4))
+    make_certificate(folder)
+    config = NGINX.format(
+        dir=folder, p=p, d=d, tls_p=tls_p, tls_d=tls_d, prefill=PREFILL, answer=ANSWER)
     pathlib.Path(f"{folder}/nginx.conf").write_text(config)
     pathlib.Path(f"{folder}/post.lua").write_text(LUA % BODY)
     started.append(subprocess.Popen(["nginx", "-c", f"{folder}/nginx.conf"], stderr=log))
@@ -257,6 +277,14 @@ def run(args, folder, log, started, hearts):
     wait_until_served(targets["direct"]["url"], started[0])
     for mode in args.modes:
         ways = {f"kvferry {mode}": start_ours(args.binary, mode, p, d, log)}
+        if args.tls:
+            shown = ["--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem"]
+            asked = ["--legs-ca", f"{folder}/cert.pem"]
+            for name, ports, flags in (
+                ("clients", (p, d), shown), ("legs", (tls_p, tls_d), asked),
+                ("both", (tls_p, tls_d), shown + asked),
+            ):
+                ways[f"kvferry {mode}, TLS {name}"] = start_ours(args.binary, mode, *ports, log, flags)
         for policy in args.policies:
             ways[f"{policy} {mode}"] = start_theirs(args.venv, policy, mode, p, d, log)
         for name, (process, url, heart) in ways.items():

@@ -16,6 +16,7 @@ mod serve;
 pub mod sidecar;
 #[cfg(feature = "simulator")]
 pub mod simulator;
+mod tls;
 
 pub use cli::main;
 pub use process::interpreted_by;

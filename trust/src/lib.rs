@@ -35,6 +35,7 @@
 mod file;
 mod fleet;
 mod proof;
+mod reload;
 
 pub use self::file::{SecretFile, VARIABLE};
 pub use self::fleet::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
@@ -42,3 +43,4 @@ pub use self::proof::{
     ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer, SecretConfirmation,
     SecretOffer, SessionSeal,
 };
+pub use self::reload::{ReloadedFiles, read_private};

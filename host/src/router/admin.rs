@@ -54,6 +54,8 @@ struct ListedInstance {
     dp_size: u16,
     tp_size: u16,
     state: &'static str,
+    /// Why the last connection to it was none.
+    unreachable: Option<String>,
     age_seconds: f64,
     in_flight_legs: u32,
     in_flight_tokens: u64,
@@ -91,7 +93,7 @@ fn seconds(span: Nanos) -> f64 {
     span.0 as f64 / 1e9
 }
 
-fn state(router: &Router, now: Nanos) -> RouterSnapshot {
+fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
     let workers = router.instances(now).map(|it| ListedInstance {
         engine: it.engine.to_string(),
         role: role_name(it.role),
@@ -106,6 +108,7 @@ fn state(router: &Router, now: Nanos) -> RouterSnapshot {
         dp_size: it.dp_size,
         tp_size: it.tp,
         state: state_name(it.state),
+        unreachable: pool.failure(it.http),
         age_seconds: seconds(it.age),
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
@@ -156,8 +159,8 @@ fn json(status: StatusCode, value: &impl Serialize) -> Response {
 
 impl Admin {
     async fn state(&self) -> Result<RouterSnapshot, HttpError> {
-        let now = (self.clock)();
-        let look = Query(Box::new(move |router: &Router| state(router, now)));
+        let (now, pool) = ((self.clock)(), self.pool.clone());
+        let look = Query(Box::new(move |router: &Router| state(router, &pool, now)));
         let gone = |_| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
         self.handler.core.address().send(look).await.map_err(gone)
     }

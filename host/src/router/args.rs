@@ -2,10 +2,12 @@
 
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
+use crate::tls::{LegAuthorities, TlsArgs};
 use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::router::{ListedInstances, RouterConfig};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// The variable with the key that instances get in place of the clients' own.
@@ -30,6 +32,13 @@ pub(crate) struct RouterArgs {
     /// there is a key, else all
     #[arg(long, value_name = "LIST")]
     pub(crate) instances: Option<String>,
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+    /// Ask instances over TLS, and not otherwise: their certificates have to be signed by the
+    /// authorities of this PEM file, and to be for the host that they register with. Read anew when it
+    /// changes
+    #[arg(long, value_name = "FILE")]
+    pub(crate) legs_ca: Option<PathBuf>,
     /// Print the start line as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -153,6 +162,15 @@ impl RouterArgs {
             );
         }
         Ok(has_key.then(ListedInstances::loopback))
+    }
+
+    /// By whom instances are verified, if legs are to be TLS.
+    ///
+    /// # Errors
+    /// A file that cannot be used.
+    pub(super) fn leg_authorities(&self) -> Result<Option<LegAuthorities>, CommandError> {
+        let opened = self.legs_ca.as_deref().map(LegAuthorities::open).transpose();
+        opened.map_err(CommandError::Input)
     }
 
     /// What the HTTP side is told.

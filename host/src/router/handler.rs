@@ -256,7 +256,7 @@ mod tests {
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);
         let clock: kvferry_engine::actors::Clock = Arc::new(|| Nanos(1));
-        let (pool, plane) = (ConnectionPool::new(short), Box::new(plane.expect("a plane")));
+        let (pool, plane) = (ConnectionPool::new(short, None), Box::new(plane.expect("a plane")));
         let core =
             HttpAdapter::start(router, plane, clock, pool, settings.clone(), metrics.clone());
         RequestHandler {

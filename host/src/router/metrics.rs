@@ -50,15 +50,23 @@ impl Drop for Counted<'_> {
     }
 }
 
+/// What is counted of the connections to a listener; clones share it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ClientMeters {
+    pub(crate) connections: Gauge,
+    /// Connections that found no place.
+    pub(crate) refused: Counter,
+    /// Connections that did not come to speak TLS.
+    pub(crate) handshakes_failed: Counter,
+}
+
 /// All metrics; clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct RouterMetrics {
     pub(crate) requests: Family<RequestLabels, Counter>,
     pub(crate) legs: Family<LegLabels, Counter>,
     pub(crate) in_flight: Gauge,
-    pub(crate) connections: Gauge,
-    /// Connections that found no place.
-    pub(crate) refused: Counter,
+    pub(crate) clients: ClientMeters,
     /// Bodies that found no memory.
     pub(crate) bodies_refused: Counter,
     /// Seconds from a request to the begin of its answer.
@@ -88,8 +96,7 @@ impl RouterMetrics {
             requests: Family::default(),
             legs: Family::default(),
             in_flight: Gauge::default(),
-            connections: Gauge::default(),
-            refused: Counter::default(),
+            clients: ClientMeters::default(),
             bodies_refused: Counter::default(),
             first_byte: Histogram::new(buckets),
             instances: Family::default(),
@@ -102,9 +109,12 @@ impl RouterMetrics {
         registry.register("requests", "Answers to clients", all.requests.clone());
         registry.register("legs", "Legs that ended", all.legs.clone());
         registry.register("in_flight", "Requests in flight", all.in_flight.clone());
-        registry.register("connections", "Connections of clients", all.connections.clone());
+        let clients = &all.clients;
+        registry.register("connections", "Connections of clients", clients.connections.clone());
         let about = "Connections that were refused because all are in use";
-        registry.register("connections_refused", about, all.refused.clone());
+        registry.register("connections_refused", about, clients.refused.clone());
+        let about = "Connections of clients that failed in the TLS handshake";
+        registry.register("handshakes_failed", about, clients.handshakes_failed.clone());
         let about = "Requests that were refused because bodies take too much memory";
         registry.register("bodies_refused", about, all.bodies_refused.clone());
         let about = "From a request to the begin of its answer";

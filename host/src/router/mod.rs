@@ -35,12 +35,14 @@ use self::connections::ConnectionTable;
 use self::error::HttpError;
 use self::handler::RequestHandler;
 use self::http_adapter::{HttpAdapter, MAILBOX};
-use self::metrics::RouterMetrics;
+use self::metrics::{ClientMeters, RouterMetrics};
 use self::pool::ConnectionPool;
+use self::server::ServedListener;
 use crate::instance::remedy;
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, open_files_max, raise_open_files,
 };
+use crate::tls::ServerCertificate;
 use axum::Router;
 use axum::body::Body;
 use axum::routing::{get, post};
@@ -75,11 +77,14 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let settings = args.settings()?;
     let config = args.config()?;
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
+    let certificate = args.tls.certificate().map_err(CommandError::Input)?;
+    let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
     let (mut plane, discovery) = discovery(&args.discovery)?;
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
+    let parts = RouterParts { plane: Box::new(plane), config, settings, pool, certificate, drain };
+    actix::System::new().block_on(run(args, bound, parts))?;
     Ok(Exit::HELD)
 }
 
@@ -131,20 +136,28 @@ fn announce(
     out.flush()
 }
 
-async fn run(
-    args: &RouterArgs,
-    [clients, operators]: [std::net::TcpListener; 2],
+/// What a router is made of, beside its sockets.
+struct RouterParts {
     plane: Box<dyn ControlPlane>,
     config: RouterConfig,
     settings: HttpSettings,
+    pool: ConnectionPool,
+    /// What is shown to clients, if they are served over TLS.
+    certificate: Option<ServerCertificate>,
     drain: Duration,
+}
+
+async fn run(
+    args: &RouterArgs,
+    [clients, operators]: [std::net::TcpListener; 2],
+    parts: RouterParts,
 ) -> io::Result<()> {
+    let RouterParts { plane, config, settings, pool, certificate, drain } = parts;
     let mut ends = ShutdownSignals::new()?;
     let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
     let clock = monotonic_clock();
     let (metrics, registry) = RouterMetrics::new();
-    let pool = ConnectionPool::new(settings.limits.connect);
     let settings = Arc::new(settings);
     let router = kvferry_engine::core::router::Router::new(config, Incarnation(rand::random()));
     let core = HttpAdapter::start(
@@ -167,14 +180,24 @@ async fn run(
     let (stop, stopped) = watch::channel(false);
     let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
     let [client_table, admin_table] = tables;
-    let meters = (metrics.connections.clone(), metrics.refused.clone());
+    let serving = ServedListener {
+        listener: clients,
+        app: app(handler, &admin),
+        table: client_table,
+        certificate: certificate.map(Arc::new),
+        meters: metrics.clients.clone(),
+    };
+    let telling = ServedListener {
+        listener: operators,
+        app: admin_app(&admin),
+        table: admin_table,
+        certificate: None,
+        meters: ClientMeters::default(),
+    };
     // It tells how the drain goes on, and ends with the process.
     let (_to_the_end, never) = watch::channel(false);
-    let told = admin_app(&admin);
-    let telling = server::serve(operators, told, admin_table, Default::default(), never);
-    let _ends_with_the_system = actix::spawn(telling);
-    let serving = server::serve(clients, app(handler, &admin), client_table, meters, stopped);
-    let mut serving = std::pin::pin!(serving);
+    let _ends_with_the_system = actix::spawn(server::serve(telling, never));
+    let mut serving = std::pin::pin!(server::serve(serving, stopped));
     tokio::select! {
         () = serving.as_mut() => {}
         () = ends.recv() => {}

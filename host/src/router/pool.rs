@@ -2,6 +2,7 @@
 //! they wait here.
 
 use crate::process::lock;
+use crate::tls::{LegAuthorities, SPEAK_TLS};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
@@ -18,6 +19,8 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
+use tokio_rustls::client::TlsStream;
+use tokio_util::either::Either;
 
 /// A connection waits this long at most: vLLM closes idle ones after 5 s.
 const LINGER: Duration = Duration::from_secs(4);
@@ -25,25 +28,35 @@ const LINGER: Duration = Duration::from_secs(4);
 /// Connections to one instance that may wait.
 const WAITING_MAX: usize = 1024;
 
+/// Why an instance could not be connected to is known for so long after the last try.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
 /// The connections to all instances; clones share them.
 #[derive(Clone)]
 pub(crate) struct ConnectionPool {
     waiting: Arc<Mutex<IdleConnections>>,
-    /// Time for a new connection.
+    /// Time for a new connection, its TLS handshake included.
     connect: Duration,
+    /// By whom instances are verified; none if they are asked without TLS.
+    authorities: Option<Arc<LegAuthorities>>,
 }
 
 #[derive(Default)]
 struct IdleConnections {
     /// The last one is the one that has waited for the shortest time.
     lines: HashMap<Endpoint, Vec<(Instant, Box<PooledConnection>)>>,
-    /// A task closes those that have waited for too long.
+    /// Why the last connection to an instance was none.
+    failures: HashMap<Endpoint, (Instant, String)>,
+    /// A task closes those that have waited for too long, and forgets old failures.
     is_swept: bool,
 }
 
+/// Bytes to and from an instance.
+type LegStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+
 struct PooledConnection {
     sender: SendRequest<Full<Bytes>>,
-    connection: Connection<TokioIo<TcpStream>, Full<Bytes>>,
+    connection: Connection<TokioIo<LegStream>, Full<Bytes>>,
     ended: bool,
 }
 
@@ -62,9 +75,15 @@ impl PooledConnection {
 }
 
 impl ConnectionPool {
-    /// No connections; new ones may take `connect`.
-    pub(crate) fn new(connect: Duration) -> ConnectionPool {
-        ConnectionPool { waiting: Arc::default(), connect }
+    /// No connections; new ones may take `connect`, and are TLS if there are authorities.
+    pub(crate) fn new(connect: Duration, authorities: Option<LegAuthorities>) -> ConnectionPool {
+        let authorities = authorities.map(Arc::new);
+        ConnectionPool { waiting: Arc::default(), connect, authorities }
+    }
+
+    /// Why an instance could not be connected to, if the last try failed, and not long ago.
+    pub(crate) fn failure(&self, to: &Endpoint) -> Option<String> {
+        self.waiting().failures.get(to).map(|(_, why)| why.clone())
     }
 
     /// Sends a request, whose URI is a path, and waits for the head of the answer.
@@ -105,14 +124,51 @@ impl ConnectionPool {
     }
 
     async fn dial(&self, to: &Endpoint) -> Result<Box<PooledConnection>, String> {
-        let stream = timeout(self.connect, TcpStream::connect(&*to.0)).await;
-        let stream = stream.map_err(|_| format!("no connection within {:?}", self.connect))?;
+        let stream = timeout(self.connect, self.stream(to)).await;
+        let stream = stream.unwrap_or_else(|_| Err(self.too_late()));
+        self.remember(to, stream.as_ref().err());
+        let line = Builder::new().handshake(TokioIo::new(stream?)).await;
+        let (sender, connection) = line.map_err(|why| chain(&why))?;
+        Ok(Box::new(PooledConnection { sender, connection, ended: false }))
+    }
+
+    fn too_late(&self) -> String {
+        match &self.authorities {
+            None => format!("no connection within {:?}", self.connect),
+            Some(_) => format!("no TLS connection within {:?}; {SPEAK_TLS}", self.connect),
+        }
+    }
+
+    async fn stream(&self, to: &Endpoint) -> Result<LegStream, String> {
+        let stream = TcpStream::connect(&*to.0).await;
         let stream = stream.map_err(|why| format!("cannot connect: {why}"))?;
         // Without it small bodies wait; with it failing they only wait.
         let _ = stream.set_nodelay(true);
-        let line = Builder::new().handshake(TokioIo::new(stream)).await;
-        let (sender, connection) = line.map_err(|why| chain(&why))?;
-        Ok(Box::new(PooledConnection { sender, connection, ended: false }))
+        match &self.authorities {
+            None => Ok(Either::Left(stream)),
+            Some(authorities) => {
+                let secured = authorities.connect(&to.0, stream).await;
+                // Once for each reason: it is tried again and again.
+                if let Err(why) = &secured
+                    && self.failure(to).as_ref() != Some(why)
+                {
+                    tracing::warn!(http = %to, why, "an instance is not verified");
+                }
+                secured.map(|stream| Either::Right(Box::new(stream)))
+            }
+        }
+    }
+
+    /// Keeps why there is no connection, for who asks about the instance.
+    fn remember(&self, to: &Endpoint, failure: Option<&String>) {
+        let mut waiting = self.waiting();
+        match failure {
+            None => drop(waiting.failures.remove(to)),
+            Some(why) => {
+                waiting.failures.insert(to.clone(), (Instant::now(), why.clone()));
+                self.have_swept(&mut waiting);
+            }
+        }
     }
 
     fn waiting(&self) -> MutexGuard<'_, IdleConnections> {
@@ -136,8 +192,12 @@ impl ConnectionPool {
         if lines.len() < WAITING_MAX {
             lines.push((Instant::now(), line));
         }
+        self.have_swept(&mut waiting);
+    }
+
+    fn have_swept(&self, waiting: &mut IdleConnections) {
         if !std::mem::replace(&mut waiting.is_swept, true) {
-            // The task ends when nothing waits.
+            // The task ends when nothing is left.
             let _detached = actix::spawn(self.clone().sweep());
         }
     }
@@ -150,7 +210,8 @@ impl ConnectionPool {
                 lines.retain(|(since, _)| since.elapsed() < LINGER);
                 !lines.is_empty()
             });
-            if waiting.lines.is_empty() {
+            waiting.failures.retain(|_, (last, _)| last.elapsed() < REMEMBERED);
+            if waiting.lines.is_empty() && waiting.failures.is_empty() {
                 waiting.is_swept = false;
                 return;
             }
@@ -233,7 +294,7 @@ mod tests {
         let to = Endpoint::from(&*listener.local_addr().expect("bound").to_string());
         let server = std::thread::spawn(move || serve(&listener));
         actix::System::new().block_on(async {
-            let pool = ConnectionPool::new(Duration::from_secs(5));
+            let pool = ConnectionPool::new(Duration::from_secs(5), None);
             for left in [1, 0, 1, 0] {
                 let answer = pool.send(&to, Request::default()).await.expect("it answers");
                 let body = answer.into_body().collect().await.expect("all of it").to_bytes();

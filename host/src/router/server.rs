@@ -3,8 +3,9 @@
 
 use super::connections::{ClientConnection, ConnectionTable, NoPlace};
 use super::error::HttpError;
-use super::metrics::Counted;
+use super::metrics::{ClientMeters, Counted};
 use crate::process::PatientListener;
+use crate::tls::ServerCertificate;
 use axum::Router;
 use axum::body::Body;
 use bytes::Bytes;
@@ -14,15 +15,16 @@ use hyper::service::{Service, service_fn};
 use hyper::{Request, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use prometheus_client::metrics::counter::Counter;
-use prometheus_client::metrics::gauge::Gauge;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::{mpsc, watch};
+use tokio::time::timeout;
+use tokio_rustls::server::TlsStream;
 
 /// Time for a client to send the header of its next request.
 const HEADER: Duration = Duration::from_secs(60);
@@ -30,14 +32,19 @@ const HEADER: Duration = Duration::from_secs(60);
 /// Longest header of a request, in bytes.
 const HEADER_BYTES: usize = 64 << 10;
 
+/// A socket that listens, and what is served at it.
+pub(crate) struct ServedListener {
+    pub(crate) listener: PatientListener,
+    pub(crate) app: Router,
+    pub(crate) table: Arc<ConnectionTable>,
+    /// What is shown to who connects, if TLS is to be spoken.
+    pub(crate) certificate: Option<Arc<ServerCertificate>>,
+    pub(crate) meters: ClientMeters,
+}
+
 /// Serves until `stop` says so, then waits until all connections have their answers.
-pub(crate) async fn serve(
-    mut listener: PatientListener,
-    app: Router,
-    table: Arc<ConnectionTable>,
-    (counted, refused): (Gauge, Counter),
-    mut stop: watch::Receiver<bool>,
-) {
+pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool>) {
+    let ServedListener { mut listener, app, table, certificate, meters } = served;
     let stopping = stop.clone();
     // Each connection has one of them; nobody sends.
     let (open, mut ended) = mpsc::channel::<()>(1);
@@ -49,17 +56,35 @@ pub(crate) async fn serve(
         match table.admit(from.ip()) {
             Ok(own) => {
                 let (app, stopping) = (app.clone(), stopping.clone());
-                let (counted, open) = (counted.clone(), open.clone());
+                let (certificate, meters) = (certificate.clone(), meters.clone());
+                let open = open.clone();
                 // Its place is given back when it ends.
                 let _detached = actix::spawn(async move {
-                    let counted = Counted::begin(&counted);
-                    connection(stream, app, own, stopping).await;
+                    let counted = Counted::begin(&meters.connections);
+                    // Without it small answers wait; with it failing they only wait.
+                    let _ = stream.set_nodelay(true);
+                    match certificate {
+                        None => connection(stream, app, own, stopping).await,
+                        Some(certificate) => {
+                            let secured = secured(stream, &certificate, &own, stopping.clone());
+                            match secured.await {
+                                Ok(stream) => connection(stream, app, own, stopping).await,
+                                Err(why) => {
+                                    tracing::debug!(why, %from, "no TLS connection of a client");
+                                    meters.handshakes_failed.inc();
+                                }
+                            }
+                        }
+                    }
                     drop((counted, open));
                 });
             }
             Err(why) => {
-                refused.inc();
-                turn_away(&stream, why);
+                meters.refused.inc();
+                // Words that who speaks TLS would understand need a handshake, which is work.
+                if certificate.is_none() {
+                    turn_away(&stream, why);
+                }
             }
         }
     }
@@ -67,16 +92,21 @@ pub(crate) async fn serve(
     let _all_have = ended.recv().await;
 }
 
-/// Says why, if the socket takes it at once: who is refused is not waited for.
 fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace) {
     let message = format!(
         "all {most} connections of clients are in use, {own} of them by your address; try again, \
          or have the operator raise --connections-max or the limit of open files"
     );
     let error = HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message);
+    say(stream, "503 Service Unavailable\r\nretry-after: 1", &error);
+}
+
+/// Answers without TLS and without reading, and ends the connection: if the socket takes it at once,
+/// since who is refused is not waited for.
+fn say(stream: &TcpStream, status: &str, error: &HttpError) {
     let head = format!(
-        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n\
-         connection: close\r\ncontent-length: {}\r\n\r\n",
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n\
+         content-length: {}\r\n\r\n",
         error.body.len()
     );
     let _ = send(stream, &[head.as_bytes(), &error.body].concat(), SendFlags::NOSIGNAL);
@@ -85,14 +115,41 @@ fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace) {
     let _ = shutdown(stream, Shutdown::Write);
 }
 
-async fn connection(
+/// A connection after its handshake, which has as long as a header, and may be ended as one that is
+/// idle.
+async fn secured(
     stream: TcpStream,
+    certificate: &ServerCertificate,
+    own: &ClientConnection,
+    mut stop: watch::Receiver<bool>,
+) -> Result<TlsStream<TcpStream>, String> {
+    let handshake = async move {
+        match ServerCertificate::is_spoken(&stream).await {
+            Ok(true) => certificate.accept(stream).await.map_err(|why| why.to_string()),
+            Ok(false) => {
+                let message = "TLS is spoken here, and nothing else: ask at https://";
+                say(&stream, "400 Bad Request", &HttpError::bad(message, ""));
+                Err("it does not speak TLS".into())
+            }
+            Err(why) => Err(why.to_string()),
+        }
+    };
+    tokio::select! {
+        biased;
+        secured = timeout(HEADER, handshake) => {
+            secured.unwrap_or_else(|_| Err(format!("no handshake within {HEADER:?}")))
+        }
+        () = own.closed() => Err("closed for another connection".into()),
+        _ = stop.wait_for(|stop| *stop) => Err("the router is stopping".into()),
+    }
+}
+
+async fn connection(
+    stream: impl AsyncRead + AsyncWrite + Unpin + 'static,
     app: Router,
     own: Arc<ClientConnection>,
     mut stop: watch::Receiver<bool>,
 ) {
-    // Without it small answers wait; with it failing they only wait.
-    let _ = stream.set_nodelay(true);
     let mut server = http1::Builder::new();
     server.timer(TokioTimer::new()).header_read_timeout(HEADER).max_buf_size(HEADER_BYTES);
     let app = TowerToHyperService::new(app);
@@ -147,5 +204,56 @@ impl HttpBody for CountedBody {
 impl Drop for CountedBody {
     fn drop(&mut self) {
         self.own.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tls::TlsArgs;
+    use clap::Parser;
+    use rcgen::{CertifiedKey, generate_simple_self_signed};
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+    use tokio::net::TcpListener;
+    use tokio::time::Instant;
+
+    #[derive(Parser)]
+    struct TlsCli {
+        #[command(flatten)]
+        tls: TlsArgs,
+    }
+
+    fn certificate() -> ServerCertificate {
+        let CertifiedKey { cert, signing_key } =
+            generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
+        let both = cert.pem() + &signing_key.serialize_pem();
+        let file = std::env::temp_dir().join(format!("kvferry-server-{}", std::process::id()));
+        fs::write(&file, both).expect("a file");
+        fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("its mode");
+        let path = file.display();
+        let line = format!("router --tls-cert {path} --tls-key {path}");
+        let opened = TlsCli::parse_from(line.split(' ')).tls.certificate();
+        fs::remove_file(&file).expect("it is there");
+        opened.expect("it fits").expect("one is named")
+    }
+
+    /// The clock goes on when there is nothing else to do.
+    #[tokio::test(start_paused = true)]
+    async fn a_handshake_has_as_long_as_a_header() {
+        let certificate = certificate();
+        let table = ConnectionTable::new(2);
+        let (_stop, stopped) = watch::channel(false);
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let at = listener.local_addr().expect("bound");
+        for said in [&[][..], &[0x16, 3, 1]] {
+            let client = TcpStream::connect(at).await.expect("it listens");
+            let _ = client.try_write(said).expect("room for a few bytes");
+            let (stream, from) = listener.accept().await.expect("a client");
+            let own = table.admit(from.ip()).expect("a place");
+            let begin = Instant::now();
+            let why = secured(stream, &certificate, &own, stopped.clone()).await.expect_err("none");
+            assert!(begin.elapsed() >= HEADER && why.contains("no handshake within 60s"), "{why}");
+        }
     }
 }

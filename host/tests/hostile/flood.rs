@@ -13,9 +13,10 @@ use tokio::time::timeout;
 /// Another address of this machine than the one of the usual client.
 const STRANGER: &str = "127.0.0.2:0";
 
-async fn connect_from(from: &str, router: &TestRouter) -> TcpStream {
+/// A connection of a stranger.
+pub(crate) async fn connect_as_stranger(router: &TestRouter) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
-    socket.bind(from.parse().unwrap()).unwrap();
+    socket.bind(STRANGER.parse().unwrap()).unwrap();
     let to: SocketAddr = router.http.parse().unwrap();
     timeout(PATIENCE, socket.connect(to)).await.expect("a connection").unwrap()
 }
@@ -37,12 +38,12 @@ async fn the_limit_of_open_files_is_raised_at_the_start() {
 }
 
 /// As many as a process with few descriptors cannot have, in a backlog that takes them all.
-async fn flood(router: &TestRouter, said: &str) -> Vec<TcpStream> {
+pub(crate) async fn flood(router: &TestRouter, said: &[u8]) -> Vec<TcpStream> {
     let mut idle = Vec::new();
     for _ in 0..350 {
-        let mut stream = connect_from(STRANGER, router).await;
+        let mut stream = connect_as_stranger(router).await;
         // The router may have closed it.
-        let _ = stream.write_all(said.as_bytes()).await;
+        let _ = stream.write_all(said).await;
         idle.push(stream);
     }
     idle
@@ -54,7 +55,7 @@ async fn idle_sockets_hide_neither_clients_nor_admin() {
     // Silence, a header that does not end, and a body that does not come.
     for said in ["", "GET /health HTTP/1.1\r\n", &*slow] {
         let router = TestRouter::start_with(&[], |command| limit_files(command, 256, true));
-        let _idle = flood(&router, said).await;
+        let _idle = flood(&router, said.as_bytes()).await;
         for path in ["/health", "/readiness", "/workers", "/registrations/rejected", "/metrics"] {
             let status = router.get(path).await.status;
             assert!(status == 200 || path == "/readiness", "{said:?} {path}: {status}");
@@ -73,7 +74,7 @@ async fn who_floods_closes_its_own_connections_first() {
     quiet.read_exact(&mut answer).await.unwrap();
     let mut idle = Vec::new();
     for _ in 0..40 {
-        idle.push(connect_from(STRANGER, &router).await);
+        idle.push(connect_as_stranger(&router).await);
     }
     // The first one was closed for a later one, so the router has seen them.
     assert_eq!(timeout(PATIENCE, idle[0].read(&mut answer)).await.unwrap().unwrap_or(0), 0);
@@ -112,7 +113,7 @@ async fn bodies_of_one_address_leave_memory_for_others() {
     // All but the last byte, so that they stay.
     let mut held = Vec::new();
     for _ in 0..8 {
-        let mut stream = connect_from(STRANGER, &router).await;
+        let mut stream = connect_as_stranger(&router).await;
         let mut said = head(MIB).into_bytes();
         said.resize(said.len() + MIB - 1, b' ');
         let (mut reads, mut writes) = stream.split();

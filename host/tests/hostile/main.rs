@@ -3,6 +3,9 @@
 #[path = "../router/backend.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod backend;
+#[path = "../router/certificates.rs"]
+#[allow(dead_code, reason = "the tests of the router use the rest")]
+mod certificates;
 mod descriptors;
 mod flood;
 mod key;
@@ -14,6 +17,7 @@ mod program;
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod rig;
 mod socket_folder;
+mod tls;
 
 use std::process::{Command, Stdio};
 

@@ -14,6 +14,7 @@ use kvferry_engine::fabric::Endpoint;
 use serde_json::{Value, json};
 use std::num::NonZeroU16;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
@@ -22,6 +23,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
+use tokio_rustls::TlsAcceptor;
 
 /// A leg as it arrived.
 #[derive(Clone, Debug)]
@@ -82,6 +84,10 @@ pub(crate) struct StubInstance {
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
     /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
     partners: Arc<Mutex<Vec<ReceivedLegs>>>,
+    /// Speaks TLS if there is one; all connections end when it is changed.
+    pub(crate) tls: watch::Sender<Option<TlsAcceptor>>,
+    /// Connections that the router made.
+    pub(crate) accepted: Arc<AtomicUsize>,
     server: Option<JoinHandle<()>>,
 }
 
@@ -272,16 +278,20 @@ impl StubInstance {
             dropped: watch::Sender::new(0),
             health: Arc::new(Mutex::new((true, Vec::new()))),
             partners,
+            tls: watch::Sender::new(None),
+            accepted: Arc::default(),
             server: None,
         };
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
         let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
         let health = backend.health.clone();
+        let (tls, accepted) = (backend.tls.clone(), backend.accepted.clone());
         backend.server = Some(tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
             loop {
                 let Ok((stream, _)) = listener.accept().await else { return };
                 stream.set_nodelay(true).unwrap();
+                accepted.fetch_add(1, Ordering::Relaxed);
                 let state = StubState {
                     legs: legs.clone(),
                     decide: decide.clone(),
@@ -290,8 +300,25 @@ impl StubInstance {
                     health: health.clone(),
                 };
                 let service = service_fn(move |request| serve(request, state.clone()));
+                let mut changes = tls.subscribe();
+                let acceptor = changes.borrow_and_update().clone();
                 let server = hyper::server::conn::http1::Builder::new();
-                connections.spawn(server.serve_connection(TokioIo::new(stream), service));
+                connections.spawn(async move {
+                    let served = async {
+                        // Who asks may go away.
+                        let _ = match acceptor {
+                            None => server.serve_connection(TokioIo::new(stream), service).await,
+                            Some(acceptor) => {
+                                let Ok(stream) = acceptor.accept(stream).await else { return };
+                                server.serve_connection(TokioIo::new(stream), service).await
+                            }
+                        };
+                    };
+                    tokio::select! {
+                        () = served => {}
+                        _ = changes.changed() => {}
+                    }
+                });
             }
         }));
         backend

@@ -2,6 +2,7 @@
 
 mod admin;
 mod backend;
+mod certificates;
 mod dispatch;
 mod ends;
 mod failures;
@@ -10,3 +11,4 @@ mod registrations;
 mod requests;
 mod rig;
 mod streams;
+mod tls;

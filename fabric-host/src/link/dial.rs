@@ -158,6 +158,13 @@ fn dial_link(
     };
     let mut peer =
         HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
+    if let (HandshakeSocket::Tcp(peer), Some(tls)) = (&mut peer, &hub.tls) {
+        peer.dial(tls).map_err(|why| match why.kind() {
+            // It was there, and is told of.
+            ErrorKind::Other => HostDialError::ours(format!("{at}{why}")),
+            _ => silent(why),
+        })?;
+    }
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
     let segment = segment.map_err(HostDialError::ours)?;
     let id = hub.fresh();
@@ -177,7 +184,7 @@ fn dial_link(
     let [bell, table] = <[OwnedFd; 2]>::try_from(fds)
         .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
     let table = MemfdMapping::new(&table, TABLE_BYTES, false).map_err(HostDialError::ours)?;
-    let socket = peer.unblock().map_err(HostDialError::ours)?;
+    let (socket, _) = peer.unblock().map_err(HostDialError::ours)?;
     let bell = PeerBell::new(bell).map_err(HostDialError::ours)?;
     // Nobody but the owner needs to hear how its writes went.
     let (by_owner, by_thread) = match hub.bell() {

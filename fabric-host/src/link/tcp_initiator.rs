@@ -1,5 +1,6 @@
 //! The side of a TCP link that initiates: it sends what it pushes, and places what it reads.
 
+use super::handshake::GreetedSocket;
 use super::outbound::{HostOutboundLink, HostReadJob, OutboundQueues, QueuedRecord};
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
@@ -14,7 +15,7 @@ use crate::shared::{
 use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records that are taken from the owner's queue ahead of the socket.
@@ -47,7 +48,11 @@ pub(super) struct TcpInitiator {
 }
 
 impl TcpInitiator {
-    pub(super) fn new(socket: OwnedFd, link: Arc<HostOutboundLink>, later: bool) -> TcpInitiator {
+    pub(super) fn new(
+        socket: GreetedSocket,
+        link: Arc<HostOutboundLink>,
+        later: bool,
+    ) -> TcpInitiator {
         TcpInitiator {
             stream: RecordStream::new(socket),
             later,

@@ -1,6 +1,7 @@
 //! The side of a TCP link that serves: it places what the peer pushes, and sends what it reads.
 
 use super::HostInboundLink;
+use super::handshake::GreetedSocket;
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
@@ -12,7 +13,7 @@ use crate::proto::{
 };
 use crate::shared::{HostCloseReason, HostLinkDriver, WorkerContext};
 use rustix::event::epoll::EventFlags;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records taken in one step.
@@ -31,7 +32,11 @@ pub(super) struct TcpTarget {
 }
 
 impl TcpTarget {
-    pub(super) fn new(socket: OwnedFd, inbound: Arc<HostInboundLink>, later: bool) -> TcpTarget {
+    pub(super) fn new(
+        socket: GreetedSocket,
+        inbound: Arc<HostInboundLink>,
+        later: bool,
+    ) -> TcpTarget {
         TcpTarget {
             stream: RecordStream::new(socket),
             later,

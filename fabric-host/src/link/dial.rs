@@ -177,14 +177,14 @@ fn dial_link(
         if !rules.paths.contains(&DataPath::Tcp) {
             return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
         }
-        let socket = peer.unblock().map_err(HostDialError::ours)?;
+        let socket = peer.unblock_tcp().map_err(HostDialError::ours)?;
         let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
         return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
     };
     let [bell, table] = <[OwnedFd; 2]>::try_from(fds)
         .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
     let table = MemfdMapping::new(&table, TABLE_BYTES, false).map_err(HostDialError::ours)?;
-    let (socket, _) = peer.unblock().map_err(HostDialError::ours)?;
+    let socket = peer.unblock().map_err(HostDialError::ours)?;
     let bell = PeerBell::new(bell).map_err(HostDialError::ours)?;
     // Nobody but the owner needs to hear how its writes went.
     let (by_owner, by_thread) = match hub.bell() {

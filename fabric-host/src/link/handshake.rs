@@ -3,6 +3,7 @@
 #[cfg(all(test, not(feature = "loom")))]
 use super::stream::pack_control;
 use super::stream::{unpack_control, words_of};
+use super::tcp_socket::TcpLinkSocket;
 use super::tls_greeting::TcpGreeting;
 use super::{HostLinkKind, socket};
 use crate::config::HostConfig;
@@ -11,7 +12,6 @@ use kvferry_fabric_common::set_keepalive;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustls::Connection;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,9 +22,6 @@ pub(super) enum HandshakeSocket {
     Local(OwnedFd),
     Tcp(TcpGreeting),
 }
-
-/// What a greeting leaves to the thread that serves the link: its socket, and the TLS over it.
-pub(super) type GreetedSocket = (OwnedFd, Option<Box<Connection>>);
 
 impl HandshakeSocket {
     /// A connection over which nothing is waited for longer than a greeting may take.
@@ -106,14 +103,32 @@ impl HandshakeSocket {
     }
 
     /// From here on it belongs to a thread that does not wait for it.
-    pub(super) fn unblock(self) -> Result<GreetedSocket> {
-        let (socket, tls) = match self {
-            HandshakeSocket::Local(peer) => (peer, None),
-            HandshakeSocket::Tcp(peer) => peer.into_parts(),
-        };
-        fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
-        Ok((socket, tls))
+    pub(super) fn unblock(self) -> Result<OwnedFd> {
+        match self {
+            HandshakeSocket::Local(peer) => unblocked(peer),
+            HandshakeSocket::Tcp(_) => {
+                Err(Error::other("a connection by TCP, and not a local one"))
+            }
+        }
     }
+
+    /// The same of one by TCP.
+    pub(super) fn unblock_tcp(self) -> Result<TcpLinkSocket> {
+        match self {
+            HandshakeSocket::Local(_) => {
+                Err(Error::other("a local connection, and not one by TCP"))
+            }
+            HandshakeSocket::Tcp(peer) => {
+                let (socket, tls) = peer.into_parts();
+                TcpLinkSocket::new(unblocked(socket)?, tls).map_err(Error::other)
+            }
+        }
+    }
+}
+
+fn unblocked(socket: OwnedFd) -> Result<OwnedFd> {
+    fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
+    Ok(socket)
 }
 
 /// A connection over which nothing is waited for after a deadline.

@@ -20,6 +20,7 @@ mod tcp_socket;
 mod tcp_target;
 mod tls_config;
 mod tls_greeting;
+mod tls_records;
 
 #[cfg(all(test, not(feature = "loom")))]
 mod hostile;

@@ -1,7 +1,6 @@
 //! Records and the bytes that go with them by TCP. Bytes go from memory to the socket and from the
 //! socket to memory without a stop, in large batches of ranges.
 
-use super::handshake::GreetedSocket;
 use super::tcp_socket::TcpLinkSocket;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::{HostMemoryAccess, HostRegion};
@@ -133,8 +132,7 @@ pub(super) struct RecordStream {
 }
 
 impl RecordStream {
-    pub(super) fn new(socket: GreetedSocket) -> RecordStream {
-        let socket = TcpLinkSocket::new(socket);
+    pub(super) fn new(socket: TcpLinkSocket) -> RecordStream {
         let (sending, input) = (VecDeque::new(), vec![0; INPUT]);
         RecordStream { socket, readable: true, writable: true, sending, input, unread: 0..0 }
     }

@@ -1,10 +1,10 @@
 //! The side of a TCP link that initiates: it sends what it pushes, and places what it reads.
 
-use super::handshake::GreetedSocket;
 use super::outbound::{HostOutboundLink, HostReadJob, OutboundQueues, QueuedRecord};
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
+use super::tcp_socket::TcpLinkSocket;
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::HostRegion;
@@ -49,7 +49,7 @@ pub(super) struct TcpInitiator {
 
 impl TcpInitiator {
     pub(super) fn new(
-        socket: GreetedSocket,
+        socket: TcpLinkSocket,
         link: Arc<HostOutboundLink>,
         later: bool,
     ) -> TcpInitiator {

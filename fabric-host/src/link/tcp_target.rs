@@ -1,11 +1,11 @@
 //! The side of a TCP link that serves: it places what the peer pushes, and sends what it reads.
 
 use super::HostInboundLink;
-use super::handshake::GreetedSocket;
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
 use super::target::{ANSWERS_MAX, TargetState};
+use super::tcp_socket::TcpLinkSocket;
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::proto::{
@@ -33,7 +33,7 @@ pub(super) struct TcpTarget {
 
 impl TcpTarget {
     pub(super) fn new(
-        socket: GreetedSocket,
+        socket: TcpLinkSocket,
         inbound: Arc<HostInboundLink>,
         later: bool,
     ) -> TcpTarget {

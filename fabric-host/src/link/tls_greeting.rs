@@ -2,7 +2,7 @@
 //! is told from its first bytes, so that a side of the other kind hears why it is refused; nothing
 //! is ever said in plain because of that.
 
-use super::handshake::{GreetedSocket, TimedSocket, read_message};
+use super::handshake::{TimedSocket, read_message};
 use super::stream::pack_control;
 use super::tls_config::{LinkTls, channel_binding};
 use crate::proto::HostControlMessage;
@@ -10,6 +10,7 @@ use rustls::Connection;
 use std::fmt::Display;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 /// Why a dialler that does not encrypt is refused.
@@ -46,7 +47,8 @@ impl TcpGreeting {
         TcpGreeting { peer, deadline, first: Vec::new(), tls: None }
     }
 
-    pub(super) fn into_parts(self) -> GreetedSocket {
+    /// Its socket, and the TLS over it.
+    pub(super) fn into_parts(self) -> (OwnedFd, Option<Box<Connection>>) {
         (self.peer.into(), self.tls)
     }
 

@@ -93,9 +93,12 @@ pub struct ConnectorSettings {
     #[serde(default)]
     pub limits: Overrides,
     /// File of the fleet's secret, in place of the one that the host is told of.
-    // The last, and left out where there is none: settings are also sent by place.
+    // It and what follows are left out where they say nothing: settings are also sent by place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_file: Option<PathBuf>,
+    /// Encrypt KV between hosts, also if the host is not told to.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt: bool,
 }
 
 impl Default for ConnectorSettings {
@@ -120,12 +123,13 @@ impl Default for ConnectorSettings {
             socket: String::new(),
             limits: Overrides::default(),
             secret_file: None,
+            encrypt: false,
         }
     }
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 23] = [
+const KEYS: [&str; 24] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -146,6 +150,7 @@ const KEYS: [&str; 23] = [
     "host",
     "socket",
     "secret_file",
+    "encrypt",
     limits::PROTOCOL,
     limits::CHANNEL,
     limits::OPERATIONS,
@@ -289,6 +294,7 @@ impl ConnectorSettings {
             }
             "socket" => self.socket = text(value)?.into(),
             "secret_file" => self.secret_file = Some(text(value)?.into()),
+            "encrypt" => self.encrypt = flag(value)?,
             table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
@@ -388,17 +394,29 @@ impl ConnectorSettings {
         own.or(fabric.trust.secret_file.as_ref()).map(PathBuf::as_path)
     }
 
+    /// True if KV is encrypted that goes between hosts: by the engine's word, or its host's.
+    pub(super) fn encrypts(&self, fabric: &HostConfig) -> bool {
+        self.encrypt || fabric.trust.encrypt
+    }
+
     /// The data plane of a rank; `fabric` has what a host was told of host memory.
     ///
     /// # Errors
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
         let secret_file = self.secret_file(fabric).map(Path::to_owned);
+        let encrypt = self.encrypts(fabric);
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                let trust = PeerTrust { secret_file, ..fabric.trust.clone() };
+                let trust = PeerTrust { secret_file, encrypt, ..fabric.trust.clone() };
                 return Ok(PlaneConfig::Host(HostConfig { workers, trust, ..fabric.clone() }));
+            }
+            backend if encrypt => {
+                return Err(format!(
+                    "encrypt = true: what {backend} moves is not encrypted: leave it out, also of the \
+                     host's configuration, or give \"backend\": \"host\""
+                ));
             }
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
@@ -512,6 +530,31 @@ mod tests {
                 PlaneConfig::Mori(config) => config.secret_file,
             };
             assert_eq!(plane.as_deref(), Some(Path::new(file)), "{given}");
+        }
+    }
+
+    #[test]
+    fn kv_is_encrypted_if_the_engine_or_its_host_says_so_and_never_silently_not() {
+        let told = |encrypt| HostConfig {
+            trust: PeerTrust { encrypt, ..PeerTrust::default() },
+            ..HostConfig::default()
+        };
+        for (given, host, expected) in
+            [("{}", false, false), ("{}", true, true), (r#"{"encrypt": "true"}"#, false, true)]
+        {
+            let settings = ConnectorSettings::read(given).expect("it is known");
+            match settings.plane(&told(host)).expect("it can be") {
+                PlaneConfig::Host(config) => assert_eq!(config.trust.encrypt, expected, "{given}"),
+                other => panic!("{other:?}"),
+            }
+        }
+        let rdma = r#""backend": "rdma", "host_ip": "10.0.0.1""#;
+        for (given, host) in
+            [(format!("{{{rdma}}}"), true), (format!("{{{rdma}, \"encrypt\": true}}"), false)]
+        {
+            let settings = ConnectorSettings::read(&given).expect("it is known");
+            let why = settings.plane(&told(host)).expect_err("RDMA");
+            assert!(why.contains("encrypt = true: what mori-rdma moves is not encrypted"), "{why}");
         }
     }
 

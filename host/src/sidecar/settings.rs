@@ -128,6 +128,9 @@ impl Default for ConnectorSettings {
     }
 }
 
+const NOT_ENCRYPTED: &str = "encrypt = true: leave it out, also of the host's configuration, or \
+    give backend host; nothing encrypts what is moved by";
+
 /// All keys that a user may give.
 const KEYS: [&str; 24] = [
     "read_mode",
@@ -405,19 +408,17 @@ impl ConnectorSettings {
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
         let secret_file = self.secret_file(fabric).map(Path::to_owned);
-        let encrypt = self.encrypts(fabric);
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                let trust = PeerTrust { secret_file, encrypt, ..fabric.trust.clone() };
+                let trust = PeerTrust {
+                    secret_file,
+                    encrypt: self.encrypts(fabric),
+                    ..fabric.trust.clone()
+                };
                 return Ok(PlaneConfig::Host(HostConfig { workers, trust, ..fabric.clone() }));
             }
-            backend if encrypt => {
-                return Err(format!(
-                    "encrypt = true: what {backend} moves is not encrypted: leave it out, also of the \
-                     host's configuration, or give \"backend\": \"host\""
-                ));
-            }
+            mori if self.encrypts(fabric) => return Err(format!("{NOT_ENCRYPTED} {mori}")),
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
         };
@@ -535,26 +536,17 @@ mod tests {
 
     #[test]
     fn kv_is_encrypted_if_the_engine_or_its_host_says_so_and_never_silently_not() {
-        let told = |encrypt| HostConfig {
-            trust: PeerTrust { encrypt, ..PeerTrust::default() },
-            ..HostConfig::default()
-        };
-        for (given, host, expected) in
-            [("{}", false, false), ("{}", true, true), (r#"{"encrypt": "true"}"#, false, true)]
-        {
-            let settings = ConnectorSettings::read(given).expect("it is known");
-            match settings.plane(&told(host)).expect("it can be") {
-                PlaneConfig::Host(config) => assert_eq!(config.trust.encrypt, expected, "{given}"),
-                other => panic!("{other:?}"),
-            }
-        }
-        let rdma = r#""backend": "rdma", "host_ip": "10.0.0.1""#;
-        for (given, host) in
-            [(format!("{{{rdma}}}"), true), (format!("{{{rdma}, \"encrypt\": true}}"), false)]
-        {
-            let settings = ConnectorSettings::read(&given).expect("it is known");
-            let why = settings.plane(&told(host)).expect_err("RDMA");
-            assert!(why.contains("encrypt = true: what mori-rdma moves is not encrypted"), "{why}");
+        for (given, encrypt) in [("", false), ("", true), (r#""encrypt": "true", "#, false)] {
+            let trust = PeerTrust { encrypt, ..PeerTrust::default() };
+            let fabric = HostConfig { trust, ..HostConfig::default() };
+            let plane = |backend| {
+                let given = format!(r#"{{{given}"host_ip": "10.0.0.1", "backend": "{backend}"}}"#);
+                ConnectorSettings::read(&given).expect("it is known").plane(&fabric)
+            };
+            let Ok(PlaneConfig::Host(config)) = plane("host") else { panic!("it can be") };
+            assert_eq!(config.trust.encrypt, encrypt || !given.is_empty());
+            let is_said = plane("rdma").is_err_and(|why| why.contains("is moved by mori-rdma"));
+            assert_eq!(is_said, config.trust.encrypt, "{given:?} {encrypt}");
         }
     }
 

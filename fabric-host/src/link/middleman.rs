@@ -145,3 +145,19 @@ fn admitted(victim: &Victim) -> TcpGreeting {
     assert!(matches!(welcome, HostControlMessage::Sealed { .. }), "{welcome:?}");
     peer
 }
+
+/// TLS that stops in the middle of a handshake is waited for as long as a greeting, and no longer.
+#[test]
+fn a_handshake_that_stops_is_given_up() {
+    let (config, secret) = encrypting("stops");
+    let victim = Victim::of(HostConfig { connect_ms: 300, ..config });
+    fs::remove_file(secret).unwrap();
+    let hello = [0x16, 3, 1, 1, 0, 1, 0, 0, 252, 3, 3];
+    for n in 1..=hello.len() {
+        let mut stream = victim.dial();
+        stream.write_all(&hello[..n]).unwrap();
+        assert!(is_dropped(&mut stream), "{n} bytes");
+    }
+    victim.until("refused", |counters| counters.refused == hello.len() as u64);
+    victim.assert_untouched();
+}

@@ -46,6 +46,10 @@ pub struct PeerTrust {
     /// File of the fleet's secret, which peers have to prove that they know, and this plane to them.
     /// None asks nobody, and is refused by planes that have one.
     pub secret_file: Option<PathBuf>,
+    /// Encrypt what goes by TCP, which peers have to do, too. It needs a secret.
+    // The last, and left out where it says nothing: settings are also sent by place.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt: bool,
 }
 
 impl PeerTrust {
@@ -157,6 +161,11 @@ impl HostConfig {
             if value > most {
                 return Err(format!("{name} = {value}: it may be {most} at most"));
             }
+        }
+        if self.trust.encrypt && self.trust.secret_file.is_none() {
+            let why = "encrypt = true: it needs a secret, which both sides prove: name its file by \
+                secret_file";
+            return Err(why.into());
         }
         if self.paths.is_empty() {
             return Err("paths = []: name at least one of shared-memory, cross-memory, tcp".into());

@@ -4,7 +4,7 @@ use crate::config::{DataPath, HostConfig};
 use crate::copy::{CopyBuffers, CopyPool, CopySlice};
 use crate::descriptor::HostPlaneAddress;
 use crate::doorbell::{OwnerBell, WorkerHandle};
-use crate::link::{HostInboundLink, HostLinkKind, HostOutboundLink, HostReadSource};
+use crate::link::{HostInboundLink, HostLinkKind, HostOutboundLink, HostReadSource, LinkTls};
 use crate::memory::{HostRegion, RegistrationTable};
 use crate::path::candidates;
 use crate::proto::{HostCopyStatus, PathPolicy, SessionDenial};
@@ -110,6 +110,8 @@ pub(crate) struct HostPlaneShared {
     bell: OnceLock<OwnerBell>,
     links: AtomicU64,
     pub(crate) proof: FleetProof,
+    /// Encrypts what goes by TCP.
+    pub(crate) tls: Option<LinkTls>,
 }
 
 impl HostPlaneShared {
@@ -119,7 +121,7 @@ impl HostPlaneShared {
         config: HostConfig,
         location: HostPlaneAddress,
         workers: Vec<Arc<WorkerHandle>>,
-        proof: FleetProof,
+        (proof, tls): (FleetProof, Option<LinkTls>),
     ) -> Result<HostPlaneShared, String> {
         let state = HostAccessState {
             regions: BTreeMap::new(),
@@ -142,6 +144,7 @@ impl HostPlaneShared {
             bell: OnceLock::new(),
             links: AtomicU64::new(0),
             proof,
+            tls,
         })
     }
 

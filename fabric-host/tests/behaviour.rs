@@ -3,7 +3,7 @@
 mod common;
 
 use common::remote::{HostTestMemory, HostTestSetup, serve_if_child, start};
-use common::{next, patient};
+use common::{TestWay, next, patient};
 use kvferry_engine::conformance::PlaneUnderTest;
 use kvferry_engine::core::dialect::moriio::descriptor::{
     DescLayout, MoriEngineDesc, MoriMemoryDesc,
@@ -253,11 +253,11 @@ fn without_a_door_strangers_stay_outside() {
 
 #[test]
 fn another_incarnation_at_the_same_port_is_refused() {
-    for path in DataPath::ALL {
-        let config = HostConfig { paths: vec![path], ..door() };
+    for way in TestWay::all() {
+        let config = way.of(door());
         let mut near = plane(config.clone());
         let mut far = plane(config.clone());
-        let file = path == DataPath::SharedMemory;
+        let file = way.path == DataPath::SharedMemory;
         let (mut ours, mut theirs) =
             (HostTestMemory::new(LEN, file), HostTestMemory::new(LEN, file));
         let (own, other) = (ours.memory(), theirs.memory());
@@ -284,13 +284,17 @@ fn a_plane_registers_memory_of_another_process() {
     let mut owner = start(&setup);
     let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
     let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
-    for (path, file) in
-        [(DataPath::SharedMemory, true), (DataPath::CrossMemory, false), (DataPath::Tcp, false)]
-    {
-        let paths = if path == DataPath::Tcp { vec![path] } else { DataPath::ALL.into() };
-        let mut side = plane(HostConfig { paths: paths.clone(), ..door() });
+    // The path that memory calls for, and by TCP.
+    for (way, file) in [
+        (None, true),
+        (None, false),
+        (Some(DataPath::Tcp.into()), false),
+        (Some(TestWay::ENCRYPTED), false),
+    ] {
+        let config = way.map_or_else(door, |way| way.of(door()));
+        let mut side = plane(config.clone());
         let desc = register(&mut side, memory);
-        let mut near = plane(HostConfig { paths, ..door() });
+        let mut near = plane(config);
         let mut ours = HostTestMemory::new(LEN, file);
         let own = ours.memory();
         register(&mut near, own);
@@ -303,7 +307,7 @@ fn a_plane_registers_memory_of_another_process() {
         assert!(seen[64..192] == [7; 128] && seen[..64] == [3; 64] && seen[192..] == [3; 64]);
         owner.poke(0, &[5; 256]);
         assert_eq!(run(&mut near, Direction::Read, 2), Completion::Done);
-        assert_eq!((at(&mut ours, 127), at(&mut ours, 128)), (5, 7), "{path}");
+        assert_eq!((at(&mut ours, 127), at(&mut ours, 128)), (5, 7), "{way:?} {file}");
     }
 }
 
@@ -389,10 +393,10 @@ impl Wake for Flag {
 
 /// Polls a plane only when it was woken, from opening a session to its end, with single short
 /// operations and with more long ones at a time than the ring of a link has room for.
-fn goes_through(near: &mut HostPlane, path: DataPath, mut woken: impl FnMut(&mut HostPlane)) {
+fn goes_through(near: &mut HostPlane, way: TestWay, mut woken: impl FnMut(&mut HostPlane)) {
     const LONG: u64 = 1 << 18;
-    let mut far = plane(HostConfig { paths: vec![path], ..door() });
-    let file = path == DataPath::SharedMemory;
+    let mut far = plane(way.of(door()));
+    let file = way.path == DataPath::SharedMemory;
     let (mut ours, mut theirs) = (HostTestMemory::new(LONG, file), HostTestMemory::new(LONG, file));
     let (own, other) = (ours.memory(), theirs.memory());
     register(near, own);
@@ -430,11 +434,11 @@ fn goes_through(near: &mut HostPlane, path: DataPath, mut woken: impl FnMut(&mut
 
 #[test]
 fn the_waker_is_enough() {
-    for path in DataPath::ALL {
+    for way in TestWay::all() {
         let (bell, rung) = std::sync::mpsc::channel();
-        let mut near = plane(HostConfig { paths: vec![path], ..door() });
+        let mut near = plane(way.of(door()));
         near.set_waker(Waker::from(Arc::new(Flag(bell))));
-        goes_through(&mut near, path, |_| {
+        goes_through(&mut near, way, |_| {
             rung.recv_timeout(Duration::from_secs(300)).expect("woken");
         });
     }
@@ -442,11 +446,11 @@ fn the_waker_is_enough() {
 
 #[test]
 fn the_doorbell_is_enough() {
-    for path in DataPath::ALL {
-        let mut near = plane(HostConfig { paths: vec![path], ..door() });
+    for way in TestWay::all() {
+        let mut near = plane(way.of(door()));
         near.set_waker(Waker::from(Arc::new(Never)));
         near.doorbell().expect("a descriptor");
-        goes_through(&mut near, path, |near| {
+        goes_through(&mut near, way, |near| {
             let bell = near.doorbell().expect("a descriptor");
             let time = Timespec::try_from(Duration::from_secs(300)).expect("five minutes");
             let rung = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time));

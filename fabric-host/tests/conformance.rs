@@ -3,7 +3,7 @@
 mod common;
 
 use common::remote::serve_if_child;
-use common::{apart, by_threads, here};
+use common::{TestWay, apart, by_threads, here};
 use kvferry_engine::conformance::data_plane;
 use kvferry_fabric_host::DataPath;
 
@@ -29,6 +29,11 @@ fn tcp_conforms() {
 }
 
 #[test]
+fn encrypted_tcp_conforms() {
+    data_plane(&mut || Box::new(here(TestWay::ENCRYPTED)));
+}
+
+#[test]
 fn shared_memory_between_processes_conforms() {
     data_plane(&mut || Box::new(apart(DataPath::SharedMemory)));
 }
@@ -41,6 +46,11 @@ fn cross_memory_between_processes_conforms() {
 #[test]
 fn tcp_between_processes_conforms() {
     data_plane(&mut || Box::new(apart(DataPath::Tcp)));
+}
+
+#[test]
+fn encrypted_tcp_between_processes_conforms() {
+    data_plane(&mut || Box::new(apart(TestWay::ENCRYPTED)));
 }
 
 #[test]

@@ -5,12 +5,15 @@ mod common;
 
 use common::remote::HostTestMemory;
 use common::{next, patient};
+use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc};
 use kvferry_engine::fabric::{
-    Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc, RegionId,
-    SessionId, Submit,
+    Address, Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc,
+    RegionId, SessionId, Submit,
 };
 use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, PeerTrust};
 use std::fs::{self, Permissions};
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
@@ -50,12 +53,23 @@ struct SecretTestSide {
     plane: HostPlane,
     desc: RegionDesc,
     memory: HostTestMemory,
+    /// The port at which it is dialled, in place of its own.
+    via: Option<u16>,
 }
 
 impl SecretTestSide {
     fn new(path: DataPath, secret: Option<&SecretTestFile>) -> SecretTestSide {
+        SecretTestSide::with(path, secret, false)
+    }
+
+    /// One that knows the secret, and encrypts or not.
+    fn by_tcp(secret: &SecretTestFile, encrypt: bool) -> SecretTestSide {
+        SecretTestSide::with(DataPath::Tcp, Some(secret), encrypt)
+    }
+
+    fn with(path: DataPath, secret: Option<&SecretTestFile>, encrypt: bool) -> SecretTestSide {
         let secret_file = secret.map(|secret| secret.0.clone());
-        let trust = PeerTrust { secret_file, ..PeerTrust::default() };
+        let trust = PeerTrust { secret_file, encrypt, ..PeerTrust::default() };
         let config = HostConfig { paths: vec![path], open_door: true, trust, ..patient() };
         let mut plane = HostPlane::new(config).expect("a plane at loopback");
         let mut memory = HostTestMemory::new(LEN, path == DataPath::SharedMemory);
@@ -64,13 +78,21 @@ impl SecretTestSide {
             DataEvent::Registered { result: Ok(desc), .. } => desc,
             other => panic!("{other:?}"),
         };
-        SecretTestSide { plane, desc, memory }
+        SecretTestSide { plane, desc, memory, via: None }
+    }
+
+    fn address(&self) -> Address {
+        let address = self.plane.address();
+        let Some(port) = self.via else { return address };
+        let desc = MoriEngineDesc::decode(&address.0).expect("its own address");
+        let desc = MoriEngineDesc { port: port.into(), ..desc };
+        Address(desc.encode(DescLayout::V1_2_2).into())
     }
 
     /// Names `far`, and opens a session with it; why not.
     fn open(&mut self, far: &SecretTestSide, number: u32) -> Result<SessionId, FabricError> {
         let (peer, session) = (PeerId(PEER.0 + number), SessionId(number));
-        self.plane.connect(peer, &far.plane.address(), 0).expect("a peer");
+        self.plane.connect(peer, &far.address(), 0).expect("a peer");
         self.plane.open(session, REGION, peer, &far.desc).expect("an open is taken");
         match next(&mut self.plane) {
             DataEvent::Opened { result, .. } => result.map(|()| session),
@@ -108,13 +130,14 @@ fn who_does_not_know_it_is_told_why() {
     let (ours, theirs) =
         (SecretTestFile::new("ours", &[OURS]), SecretTestFile::new("theirs", &[THEIRS]));
     for path in DataPath::ALL {
-        for (dialler, acceptor, said) in [
-            (Some(&theirs), Some(&ours), "the two sides have different secrets"),
-            (None, Some(&ours), "a proof of the fleet's secret is demanded here"),
-            (Some(&ours), None, "there is no secret_file where it has to come from"),
+        for (dialler, acceptor, encrypt, said) in [
+            (Some(&theirs), Some(&ours), false, "the two sides have different secrets"),
+            (Some(&theirs), Some(&ours), true, "the two sides have different secrets"),
+            (None, Some(&ours), false, "a proof of the fleet's secret is demanded here"),
+            (Some(&ours), None, false, "there is no secret_file where it has to come from"),
         ] {
-            let mut near = SecretTestSide::new(path, dialler);
-            let far = SecretTestSide::new(path, acceptor);
+            let mut near = SecretTestSide::with(path, dialler, encrypt);
+            let far = SecretTestSide::with(path, acceptor, encrypt);
             let why = near.open(&far, 1).expect_err("they do not know each other").to_string();
             assert!(why.contains(said) && why.contains("secret_file"), "{path}: {why}");
             assert_eq!(far.plane.counters().refused, 1, "{path}");
@@ -148,6 +171,86 @@ fn a_secret_is_changed_beside_the_work() {
     let past = SecretTestFile::new("past", &[OURS]);
     let mut stranger = SecretTestSide::new(DataPath::Tcp, Some(&past));
     stranger.open(&far, 1).expect_err("what is taken out is not accepted");
+}
+
+/// What goes by TCP is encrypted on both sides or on neither, and both are told of the setting.
+#[test]
+fn one_side_alone_does_not_encrypt() {
+    let secret = SecretTestFile::new("one", &[OURS]);
+    for (dialler, acceptor, said) in [
+        (true, false, "tcp is not encrypted here, and the hello is: set encrypt on both sides"),
+        (false, true, "tcp is encrypted here, and the hello is not: set encrypt on both sides"),
+    ] {
+        let mut near = SecretTestSide::by_tcp(&secret, dialler);
+        let far = SecretTestSide::by_tcp(&secret, acceptor);
+        let why = near.open(&far, 1).expect_err("one encrypts").to_string();
+        assert!(why.contains(said), "{why}");
+        assert_eq!(far.plane.counters().refused, 1);
+    }
+}
+
+#[test]
+fn a_plane_without_a_secret_does_not_encrypt() {
+    let trust = PeerTrust { encrypt: true, ..PeerTrust::default() };
+    match HostPlane::new(HostConfig { trust, ..patient() }) {
+        Err(HostError::Config(why)) => {
+            assert!(why.contains("encrypt = true") && why.contains("secret_file"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What a plane says of itself in a greeting.
+const KEY: &str = "kvferry";
+
+/// Somebody who forwards what two planes say to each other; all of it, both ways in one.
+fn overhear(listener: &TcpListener, to: u16) -> Vec<u8> {
+    let (near, _) = listener.accept().expect("it is dialled");
+    let far = TcpStream::connect(("127.0.0.1", to)).expect("a plane listens");
+    let forward = |mut from: &TcpStream, mut to: &TcpStream| {
+        let (mut heard, mut bytes) = (Vec::new(), [0; 4_096]);
+        while let Ok(count @ 1..) = from.read(&mut bytes) {
+            heard.extend_from_slice(&bytes[..count]);
+            if to.write_all(&bytes[..count]).is_err() {
+                break;
+            }
+        }
+        let _closed = to.shutdown(Shutdown::Both);
+        let _closed = from.shutdown(Shutdown::Both);
+        heard
+    };
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(|| forward(&far, &near));
+        let mut heard = forward(&near, &far);
+        heard.extend(answers.join().expect("it forwards"));
+        heard
+    })
+}
+
+#[test]
+fn who_is_on_the_path_reads_nothing_of_what_is_encrypted() {
+    let secret = SecretTestFile::new("path", &[OURS]);
+    for encrypt in [false, true] {
+        let far = SecretTestSide::by_tcp(&secret, encrypt);
+        let mut near = SecretTestSide::by_tcp(&secret, encrypt);
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let (via, port) = (listener.local_addr().expect("bound").port(), far.plane.port());
+        let heard = std::thread::spawn(move || overhear(&listener, port));
+        let mut far = SecretTestSide { via: Some(via), ..far };
+        let session = near.open(&far, 1).expect("both know the secret");
+        let bytes: Vec<u8> = b"what nobody is to read..........".repeat(LEN as usize / 32);
+        near.memory.poke(0, &bytes);
+        near.write(session, 1);
+        let mut arrived = vec![0; LEN as usize];
+        far.memory.peek(0, &mut arrived);
+        assert_eq!(arrived, bytes);
+        drop((near, far));
+        let heard = heard.join().expect("it forwards");
+        for text in [KEY.as_bytes(), b"what nobody"] {
+            let is_heard = heard.windows(text.len()).any(|heard| heard == text);
+            assert_eq!(is_heard, !encrypt, "{}", text.escape_ascii());
+        }
+    }
 }
 
 #[test]

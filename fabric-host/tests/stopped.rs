@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::config;
 use common::remote::{HostTestMemory, HostTestSetup, go_on, serve_if_child, start, stop};
+use common::{TestWay, config};
 use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
@@ -24,8 +24,8 @@ const PASS: u64 = 5;
 const LEN: u64 = 64 << 10;
 
 /// How often one operation copies them: it takes long enough to be caught in the middle.
-fn times(path: DataPath) -> usize {
-    if path == DataPath::Tcp { 1 << 16 } else { 1 << 18 }
+fn times(way: TestWay) -> usize {
+    if way.path == DataPath::Tcp { 1 << 16 } else { 1 << 18 }
 }
 
 /// Rounds in which something that must not happen is waited for.
@@ -42,7 +42,7 @@ fn child() {
 
 /// A plane of this process and one of another, with a session between them.
 struct StoppedTestWorld {
-    path: DataPath,
+    way: TestWay,
     near: HostPlane,
     bytes: HostTestMemory,
     far: RemotePlane,
@@ -52,20 +52,20 @@ struct StoppedTestWorld {
 }
 
 impl StoppedTestWorld {
-    fn new(path: DataPath, initiator: usize) -> StoppedTestWorld {
-        StoppedTestWorld::with(path, config(path), initiator)
+    fn new(way: TestWay, initiator: usize) -> StoppedTestWorld {
+        StoppedTestWorld::with(way, config(way), initiator)
     }
 
-    fn with(path: DataPath, config: HostConfig, initiator: usize) -> StoppedTestWorld {
+    fn with(way: TestWay, config: HostConfig, initiator: usize) -> StoppedTestWorld {
         let config = HostConfig { slices_max: 1 << 18, ..config };
-        let file = path == DataPath::SharedMemory;
+        let file = way.path == DataPath::SharedMemory;
         let setup = HostTestSetup { config: config.clone(), memory: LEN, file };
         let far = start(&setup);
         let near = HostPlane::new(config).expect("a plane");
         let mut bytes = HostTestMemory::new(LEN, file);
         let own = bytes.memory();
         let mut world =
-            StoppedTestWorld { path, near, bytes, far, seen: Default::default(), initiator };
+            StoppedTestWorld { way, near, bytes, far, seen: Default::default(), initiator };
         world.near.connect(PEER, &world.far.address(), PASS).expect("a peer");
         world.far.connect(PEER, &world.near.address(), PASS).expect("a peer");
         let theirs = world.far.memory();
@@ -119,7 +119,7 @@ impl StoppedTestWorld {
 
     /// Submits one operation over all memory, many times.
     fn submit(&mut self, direction: Direction) {
-        let offsets = vec![0; times(self.path)];
+        let offsets = vec![0; times(self.way)];
         let len = vec![LEN; offsets.len()];
         let (local, remote, len) = (&offsets[..], &offsets[..], &len[..]);
         let batch = Submit { op: OP, session: SESSION, direction, local, remote, len };
@@ -146,8 +146,8 @@ impl StoppedTestWorld {
     }
 
     /// The far plane is in the middle of a push to us.
-    fn written_to(path: DataPath) -> StoppedTestWorld {
-        let mut world = StoppedTestWorld::new(path, 1);
+    fn written_to(way: TestWay) -> StoppedTestWorld {
+        let mut world = StoppedTestWorld::new(way, 1);
         world.fill_far(7);
         world.submit(Direction::Write);
         world.until_landing();
@@ -201,16 +201,16 @@ impl StoppedTestWorld {
         self.seen[plane].contains(&DataEvent::Quiet { session: SESSION, ticket: QuiesceTicket(1) })
     }
 
-    fn served(&self, path: DataPath) -> u64 {
-        self.near.counters().served[path as usize].operations
+    fn served(&self) -> u64 {
+        self.near.counters().served[self.way.path as usize].operations
     }
 }
 
-fn fence_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::written_to(path);
+fn fence_amid_a_push(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::written_to(way);
     stop(&world.far);
     world.near.fence(PEER);
-    if world.served(path) != 0 {
+    if world.served() != 0 {
         return false;
     }
     // What a chunk takes is long enough to be seen only if nobody waits in between.
@@ -225,11 +225,11 @@ fn fence_amid_a_push(path: DataPath) -> bool {
     true
 }
 
-fn deregister_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::written_to(path);
+fn deregister_amid_a_push(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::written_to(way);
     stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
-    if world.served(path) != 0 {
+    if world.served() != 0 {
         return false;
     }
     world.assert_untouched(false);
@@ -239,16 +239,16 @@ fn deregister_amid_a_push(path: DataPath) -> bool {
     true
 }
 
-fn kill_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::written_to(path);
+fn kill_amid_a_push(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::written_to(way);
     world.far.kill();
     world.near.fence(PEER);
     world.assert_untouched(false);
-    world.served(path) == 0
+    world.served() == 0
 }
 
-fn close_amid_a_read(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 0);
+fn close_amid_a_read(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::new(way, 0);
     world.fill_far(7);
     world.submit(Direction::Read);
     world.until_landing();
@@ -269,8 +269,8 @@ fn close_amid_a_read(path: DataPath) -> bool {
     true
 }
 
-fn leave_a_peer_that_reads(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 1);
+fn leave_a_peer_that_reads(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::new(way, 1);
     world.begin_towards_far(Direction::Read);
     stop(&world.far);
     world.near.deregister(REGION).expect("only own operations keep a region");
@@ -284,8 +284,8 @@ fn leave_a_peer_that_reads(path: DataPath) -> bool {
 }
 
 /// The peer copies what we push: while it is stopped nobody can say that it is quiet.
-fn close_amid_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 0);
+fn close_amid_a_push(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::new(way, 0);
     world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.close(SESSION);
@@ -302,8 +302,8 @@ fn close_amid_a_push(path: DataPath) -> bool {
     true
 }
 
-fn kill_the_target_of_a_push(path: DataPath) -> bool {
-    let mut world = StoppedTestWorld::new(path, 0);
+fn kill_the_target_of_a_push(way: TestWay) -> bool {
+    let mut world = StoppedTestWorld::new(way, 0);
     world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.quiesce(SESSION, QuiesceTicket(1));
@@ -321,9 +321,9 @@ fn kill_the_target_of_a_push(path: DataPath) -> bool {
 }
 
 /// A host that is silent is given up, but what it had received may land when it wakes up.
-fn lose_the_target_of_a_push(_: DataPath) -> bool {
-    let config = HostConfig { dead_ms: 10_000, ..config(DataPath::Tcp) };
-    let mut world = StoppedTestWorld::with(DataPath::Tcp, config, 0);
+fn lose_the_target_of_a_push(way: TestWay) -> bool {
+    let config = HostConfig { dead_ms: 10_000, ..config(way) };
+    let mut world = StoppedTestWorld::with(way, config, 0);
     world.begin_towards_far(Direction::Write);
     stop(&world.far);
     world.near.poll(Nanos::ZERO, &mut world.seen[0]);
@@ -350,54 +350,56 @@ fn lose_the_target_of_a_push(_: DataPath) -> bool {
 
 /// Repeats a check until the operation was caught in the middle: on a busy machine it may be over
 /// before somebody looks. What is wrong is so every time.
-fn caught(path: DataPath, check: fn(DataPath) -> bool) {
+fn caught(way: TestWay, check: fn(TestWay) -> bool) {
     let start = Instant::now();
-    while !check(path) {
+    while !check(way) {
         let goes_on = start.elapsed() < PATIENCE;
-        assert!(goes_on, "{path}: never in the middle, or it ended too well");
+        assert!(goes_on, "{way:?}: never in the middle, or it ended too well");
     }
 }
 
-fn each_path(check: fn(DataPath) -> bool) {
-    DataPath::ALL.into_iter().for_each(|path| caught(path, check));
+fn each_way(check: fn(TestWay) -> bool) {
+    TestWay::all().for_each(|way| caught(way, check));
 }
 
 #[test]
 fn a_fence_holds_while_the_initiator_is_stopped_amid_a_push() {
-    each_path(fence_amid_a_push);
+    each_way(fence_amid_a_push);
 }
 
 #[test]
 fn deregistering_holds_while_the_initiator_is_stopped_amid_a_push() {
-    each_path(deregister_amid_a_push);
+    each_way(deregister_amid_a_push);
 }
 
 #[test]
 fn a_fence_holds_when_the_initiator_was_killed_amid_a_push() {
-    each_path(kill_amid_a_push);
+    each_way(kill_amid_a_push);
 }
 
 #[test]
 fn a_read_is_quiet_while_the_peer_is_stopped() {
-    each_path(close_amid_a_read);
+    each_way(close_amid_a_read);
 }
 
 #[test]
 fn a_peer_that_was_stopped_while_it_reads_delays_nobody() {
-    each_path(leave_a_peer_that_reads);
+    each_way(leave_a_peer_that_reads);
 }
 
 #[test]
 fn a_push_is_not_quiet_before_its_target_says_so() {
-    each_path(close_amid_a_push);
+    each_way(close_amid_a_push);
 }
 
 #[test]
 fn a_connection_that_broke_is_not_quiet_before_its_peer_was_heard() {
-    caught(DataPath::Tcp, lose_the_target_of_a_push);
+    for way in [DataPath::Tcp.into(), TestWay::ENCRYPTED] {
+        caught(way, lose_the_target_of_a_push);
+    }
 }
 
 #[test]
 fn a_push_ends_with_its_target() {
-    each_path(kill_the_target_of_a_push);
+    each_way(kill_the_target_of_a_push);
 }

@@ -1,17 +1,19 @@
 //! The process that initiates and measures.
 
-use super::target::{CHILD, cpu, plane};
+use super::target::{CHILD, WAYS, cpu, plane};
 use super::workload::{AttachCall, LatencyStats, POOL, Workload, attach, fill, is_filled};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
     RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_fabric_host::{DataPath, HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeSet;
+use std::fs::{self, Permissions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -32,13 +34,15 @@ pub(crate) enum CopyMethod {
     AttachFar,
     Cross,
     Tcp,
+    /// The same by TLS.
+    EncryptedTcp,
     /// From the child: this side copies.
     SharedRead,
     CrossRead,
 }
 
 impl CopyMethod {
-    pub(crate) const ALL: [CopyMethod; 10] = [
+    pub(crate) const ALL: [CopyMethod; 11] = [
         CopyMethod::Memcpy,
         CopyMethod::MemcpyFar,
         CopyMethod::Shared,
@@ -49,6 +53,7 @@ impl CopyMethod {
         CopyMethod::Cross,
         CopyMethod::CrossRead,
         CopyMethod::Tcp,
+        CopyMethod::EncryptedTcp,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -61,6 +66,7 @@ impl CopyMethod {
             CopyMethod::AttachFar => "readv, told",
             CopyMethod::Cross => "cross-memory",
             CopyMethod::Tcp => "tcp",
+            CopyMethod::EncryptedTcp => "encrypted tcp",
             CopyMethod::SharedRead => "shared, read",
             CopyMethod::CrossRead => "cross, read",
         }
@@ -70,13 +76,15 @@ impl CopyMethod {
         matches!(self, CopyMethod::AttachRead | CopyMethod::SharedRead | CopyMethod::CrossRead)
     }
 
-    fn path(self) -> Option<DataPath> {
+    /// Which of [`WAYS`] it goes, if it is that of a plane.
+    fn way(self) -> Option<usize> {
         match self {
             CopyMethod::Memcpy | CopyMethod::MemcpyFar => None,
             CopyMethod::Attach | CopyMethod::AttachRead | CopyMethod::AttachFar => None,
-            CopyMethod::Shared | CopyMethod::SharedRead => Some(DataPath::SharedMemory),
-            CopyMethod::Cross | CopyMethod::CrossRead => Some(DataPath::CrossMemory),
-            CopyMethod::Tcp => Some(DataPath::Tcp),
+            CopyMethod::Shared | CopyMethod::SharedRead => Some(0),
+            CopyMethod::Cross | CopyMethod::CrossRead => Some(1),
+            CopyMethod::Tcp => Some(2),
+            CopyMethod::EncryptedTcp => Some(3),
         }
     }
 }
@@ -96,6 +104,7 @@ pub(crate) struct Initiator {
     pool: MemfdPool,
     /// Where the plain copy goes.
     copy: Vec<u8>,
+    /// In the order of [`WAYS`].
     planes: Vec<HostPlane>,
     /// The child's pool in its address space, and the port of its echo.
     far: (u64, u16),
@@ -113,8 +122,11 @@ const SESSION: SessionId = SessionId(1);
 
 impl Initiator {
     pub(crate) fn start() -> Initiator {
+        let secret = std::env::temp_dir().join(format!("kvferry-bench-{}", std::process::id()));
+        fs::write(&secret, "00112233445566778899aabbccddeeff").expect("a file");
+        fs::set_permissions(&secret, Permissions::from_mode(0o400)).expect("its mode");
         let mut child = Command::new(std::env::current_exe().expect("this binary"))
-            .env(CHILD, "1")
+            .env(CHILD, &secret)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -125,10 +137,10 @@ impl Initiator {
         let (copy, planes) = (vec![1; POOL as usize], Vec::new());
         let mut near =
             Initiator { child, tell, told, pool, copy, planes, far: (0, 0), op: 0, seed: 0 };
-        for path in DataPath::ALL {
+        for way in WAYS {
             let line = near.hear();
             let (address, desc) = line.split_once(' ').expect("two words");
-            let (mut plane, _) = plane(path, &near.pool);
+            let (mut plane, _) = plane(way, &secret, &near.pool);
             plane.doorbell().expect("a descriptor to watch");
             plane.connect(PeerId(1), &Address(bytes(address)), 0).expect("a peer");
             let desc = RegionDesc(bytes(desc));
@@ -139,6 +151,7 @@ impl Initiator {
             }
             near.planes.push(plane);
         }
+        fs::remove_file(secret).expect("it is there");
         let line = near.hear();
         let (base, port) = line.split_once(' ').expect("two words");
         near.far = (base.parse().expect("a number"), port.parse().expect("a port"));
@@ -209,10 +222,10 @@ impl Initiator {
         to: &[u64],
         at_a_time: usize,
     ) {
-        match way.path() {
-            Some(path) => {
+        match way.way() {
+            Some(by) => {
                 let direction = if way.reads() { Direction::Read } else { Direction::Write };
-                self.transfer(path, &BlockBatch { direction, from, to, size: row.size }, at_a_time);
+                self.transfer(by, &BlockBatch { direction, from, to, size: row.size }, at_a_time);
             }
             None if matches!(way, CopyMethod::MemcpyFar | CopyMethod::AttachFar) => {
                 let (what, source) = match (way, self.pool.memory()) {
@@ -248,22 +261,22 @@ impl Initiator {
         unsafe { attach(call, self.child.id(), sides, row.size) }
     }
 
-    fn post(&mut self, path: DataPath, move_: &BlockBatch<'_>) -> OpId {
+    fn post(&mut self, by: usize, move_: &BlockBatch<'_>) -> OpId {
         self.op += 1;
         let op = OpId(self.op);
         let &BlockBatch { direction, from, to, size } = move_;
         let (local, remote) = if direction == Direction::Write { (from, to) } else { (to, from) };
         let len = vec![size; from.len()];
         let batch = Submit { op, session: SESSION, direction, local, remote, len: &len };
-        self.planes[path as usize].submit(batch).expect("a batch is taken");
+        self.planes[by].submit(batch).expect("a batch is taken");
         op
     }
 
-    fn transfer(&mut self, path: DataPath, move_: &BlockBatch<'_>, at_a_time: usize) {
-        let ops: Vec<OpId> = (0..at_a_time).map(|_| self.post(path, move_)).collect();
+    fn transfer(&mut self, by: usize, move_: &BlockBatch<'_>, at_a_time: usize) {
+        let ops: Vec<OpId> = (0..at_a_time).map(|_| self.post(by, move_)).collect();
         for op in ops {
             let done = wait(
-                &mut self.planes[path as usize],
+                &mut self.planes[by],
                 |event| matches!(event, DataEvent::Completed { op: id, .. } if *id == op),
             );
             assert_eq!(done, DataEvent::Completed { op, outcome: Completion::Done });
@@ -273,7 +286,7 @@ impl Initiator {
     /// 64 bytes there and the word of it back.
     pub(crate) fn round_trips(&mut self) {
         println!("\nrtt64");
-        let mut stats = [0; 4].map(|_| LatencyStats { bytes: 64, ..LatencyStats::default() });
+        let mut stats = [0; 5].map(|_| LatencyStats { bytes: 64, ..LatencyStats::default() });
         let mut echo = TcpStream::connect(("127.0.0.1", self.far.1)).expect("the echo listens");
         echo.set_nodelay(true).expect("loopback");
         let word = BlockBatch { direction: Direction::Write, from: &[0], to: &[0], size: 64 };
@@ -281,8 +294,8 @@ impl Initiator {
             for (n, stats) in stats.iter_mut().enumerate() {
                 for round in 0..110 {
                     let start = Instant::now();
-                    match DataPath::ALL.get(n) {
-                        Some(path) => self.transfer(*path, &word, 1),
+                    match WAYS.get(n) {
+                        Some(_) => self.transfer(n, &word, 1),
                         None => {
                             echo.write_all(&[1; 64]).expect("the echo hears");
                             echo.read_exact(&mut [0; 64]).expect("the echo answers");
@@ -295,9 +308,8 @@ impl Initiator {
                 }
             }
         }
-        for (name, stats) in
-            ["shared memory", "cross-memory", "tcp", "bare tcp echo"].iter().zip(&stats)
-        {
+        let names = ["shared memory", "cross-memory", "tcp", "encrypted tcp", "bare tcp echo"];
+        for (name, stats) in names.iter().zip(&stats) {
             stats.print(name, &[]);
         }
     }
@@ -308,15 +320,15 @@ impl Initiator {
         let blocks: Vec<u64> = (0..32_000).map(|n| n * 8_192).collect();
         let write =
             |part| BlockBatch { direction: Direction::Write, from: part, to: part, size: 4_096 };
-        for path in DataPath::ALL {
+        for (by, (path, encrypt)) in WAYS.into_iter().enumerate() {
             let mut stats = LatencyStats { bytes: 32_000 * 4_096, ..LatencyStats::default() };
             for _ in 0..15 {
                 let (far, near) = (self.far_cpu(), cpu());
                 let start = Instant::now();
                 let mut open: BTreeSet<OpId> =
-                    blocks.chunks(32).map(|part| self.post(path, &write(part))).collect();
+                    blocks.chunks(32).map(|part| self.post(by, &write(part))).collect();
                 while !open.is_empty() {
-                    match wait(&mut self.planes[path as usize], |_| true) {
+                    match wait(&mut self.planes[by], |_| true) {
                         DataEvent::Completed { op, outcome: Completion::Done } => open.remove(&op),
                         other => panic!("{other:?}"),
                     };
@@ -325,7 +337,8 @@ impl Initiator {
                 stats.near_cpu += cpu() - near;
                 stats.far_cpu += self.far_cpu() - far;
             }
-            stats.print(path.name(), &[]);
+            let name = if encrypt { "encrypted tcp" } else { path.name() };
+            stats.print(name, &[]);
         }
     }
 }

@@ -3,15 +3,25 @@
 use super::workload::{POOL, ROWS, attach, fill, is_filled};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{DataEvent, DataPlane, RegionId};
-use kvferry_fabric_host::{DataPath, HostConfig, HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{DataPath, HostConfig, HostPlane, HugePages, MemfdPool, PeerTrust};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::time::Duration;
 
+/// In the environment of the child: the file of the secret that both sides have.
 pub(crate) const CHILD: &str = "KVFERRY_BENCH_CHILD";
+
+/// The paths, and whether what goes by them is encrypted.
+pub(crate) const WAYS: [(DataPath, bool); 4] = [
+    (DataPath::SharedMemory, false),
+    (DataPath::CrossMemory, false),
+    (DataPath::Tcp, false),
+    (DataPath::Tcp, true),
+];
 
 /// CPU time of this process so far.
 pub(crate) fn cpu() -> Duration {
@@ -19,9 +29,15 @@ pub(crate) fn cpu() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// A plane that takes one path, and its region over a pool.
-pub(crate) fn plane(path: DataPath, pool: &MemfdPool) -> (HostPlane, Vec<u8>) {
-    let config = HostConfig { paths: vec![path], open_door: true, ..HostConfig::default() };
+/// A plane that takes one way, and its region over a pool.
+pub(crate) fn plane(
+    (path, encrypt): (DataPath, bool),
+    secret: &Path,
+    pool: &MemfdPool,
+) -> (HostPlane, Vec<u8>) {
+    let secret_file = encrypt.then(|| secret.to_owned());
+    let trust = PeerTrust { secret_file, encrypt, ..PeerTrust::default() };
+    let config = HostConfig { paths: vec![path], open_door: true, trust, ..HostConfig::default() };
     let mut plane = HostPlane::new(config).expect("a plane at loopback");
     plane.register(RegionId(1), pool.memory()).expect("a pool registers");
     let mut events = Vec::new();
@@ -70,11 +86,9 @@ unsafe fn copy(source: *const u8, pool: &MemfdPool, [from, to]: [&[u64]; 2], siz
 
 /// True if this was the child, which then has ended.
 pub(crate) fn run_if_child() -> bool {
-    if std::env::var_os(CHILD).is_none() {
-        return false;
-    }
+    let Some(secret) = std::env::var_os(CHILD) else { return false };
     let pool = MemfdPool::new(POOL, HugePages::No).expect("a pool");
-    let planes = DataPath::ALL.map(|path| plane(path, &pool));
+    let planes = WAYS.map(|way| plane(way, secret.as_ref(), &pool));
     for (plane, desc) in &planes {
         println!("{} {}", hex(&plane.address().0), hex(desc));
     }

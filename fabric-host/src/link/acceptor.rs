@@ -144,14 +144,22 @@ enum Greeted {
 }
 
 /// Whether somebody may say hello at all: it is not listened to otherwise.
-fn admissible(hub: &HostPlaneShared, peer: &HandshakeSocket) -> Result<Greeted, String> {
+///
+/// # Errors
+/// What to answer; nothing where the connection ended or says what it may not.
+fn admissible(
+    hub: &HostPlaneShared,
+    peer: &mut HandshakeSocket,
+) -> Result<Greeted, Option<String>> {
     match peer {
         HandshakeSocket::Local(socket) => {
-            LocalPeer::new(socket.as_fd(), &hub.config.trust.uids).map(Greeted::Local)
+            LocalPeer::new(socket.as_fd(), &hub.config.trust.uids).map(Greeted::Local).map_err(Some)
         }
-        HandshakeSocket::Tcp(..) if hub.config.allows(DataPath::Tcp) => Ok(Greeted::Tcp),
+        HandshakeSocket::Tcp(peer) if hub.config.allows(DataPath::Tcp) => {
+            peer.accept(hub.tls.as_ref()).map(|()| Greeted::Tcp)
+        }
         HandshakeSocket::Tcp(..) => {
-            Err("tcp is not served here: add it to `paths` on both sides".into())
+            Err(Some("tcp is not served here: add it to `paths` on both sides".into()))
         }
     }
 }
@@ -185,9 +193,11 @@ fn greet(
         Some(())
     };
     let refuse = |why, over| HostControlMessage::Refuse { why, over };
-    let greeted = match admissible(hub, &peer) {
+    let greeted = match admissible(hub, &mut peer) {
         Ok(greeted) => greeted,
         Err(why) => {
+            let why = why?;
+            hub.proof.warn_of_refusal(&hub.location.who.key, &why);
             // What it says has to be taken first, or the end of the connection takes the answer.
             peer.discard();
             return turn_away(peer, &refuse(why, false));
@@ -246,7 +256,7 @@ fn welcomed(
 ) -> std::io::Result<Box<dyn HostLinkDriver>> {
     let Some((who, segment, bell)) = local else {
         peer.send(&welcome, &[])?;
-        return Ok(Box::new(TcpTarget::new(peer.unblock()?, inbound, later)));
+        return Ok(Box::new(TcpTarget::new(peer.unblock_tcp()?, inbound, later)));
     };
     let table =
         hub.with_registration_table(|table| rustix::io::fcntl_dupfd_cloexec(table.file(), 0))?;

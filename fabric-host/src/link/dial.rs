@@ -158,6 +158,13 @@ fn dial_link(
     };
     let mut peer =
         HandshakeSocket::new(dial.kind, peer, (&hub.config, deadline)).map_err(silent)?;
+    if let (HandshakeSocket::Tcp(peer), Some(tls)) = (&mut peer, &hub.tls) {
+        peer.dial(tls).map_err(|why| match why.kind() {
+            // It was there, and is told of.
+            ErrorKind::Other => HostDialError::ours(format!("{at}{why}")),
+            _ => silent(why),
+        })?;
+    }
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
     let segment = segment.map_err(HostDialError::ours)?;
     let id = hub.fresh();
@@ -170,7 +177,7 @@ fn dial_link(
         if !rules.paths.contains(&DataPath::Tcp) {
             return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
         }
-        let socket = peer.unblock().map_err(HostDialError::ours)?;
+        let socket = peer.unblock_tcp().map_err(HostDialError::ours)?;
         let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
         return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
     };

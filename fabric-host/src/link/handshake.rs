@@ -1,6 +1,10 @@
 //! Greetings: blocking, each with a deadline.
 
-use super::stream::{pack_control, unpack_control, words_of};
+#[cfg(all(test, not(feature = "loom")))]
+use super::stream::pack_control;
+use super::stream::{unpack_control, words_of};
+use super::tcp_socket::TcpLinkSocket;
+use super::tls_greeting::TcpGreeting;
 use super::{HostLinkKind, socket};
 use crate::config::HostConfig;
 use crate::proto::{CONTROL_MAX, HostControlMessage, HostRecord};
@@ -16,8 +20,7 @@ use std::time::{Duration, Instant};
 /// A connection whose sides have not greeted each other yet.
 pub(super) enum HandshakeSocket {
     Local(OwnedFd),
-    /// Until when it has to be greeted.
-    Tcp(TcpStream, Instant),
+    Tcp(TcpGreeting),
 }
 
 impl HandshakeSocket {
@@ -37,7 +40,7 @@ impl HandshakeSocket {
             HostLinkKind::Tcp => {
                 let peer = TcpStream::from(socket);
                 set_keepalive(&peer, config.dead_ms)?;
-                HandshakeSocket::Tcp(peer, deadline)
+                HandshakeSocket::Tcp(TcpGreeting::new(peer, deadline))
             }
         })
     }
@@ -45,7 +48,19 @@ impl HandshakeSocket {
     pub(super) fn kind(&self) -> HostLinkKind {
         match self {
             HandshakeSocket::Local(_) => HostLinkKind::Local,
-            HandshakeSocket::Tcp(..) => HostLinkKind::Tcp,
+            HandshakeSocket::Tcp(_) => HostLinkKind::Tcp,
+        }
+    }
+
+    pub(super) fn is_encrypted(&self) -> bool {
+        matches!(self, HandshakeSocket::Tcp(peer) if peer.is_encrypted())
+    }
+
+    /// What only the two ends of an encrypted connection have in common.
+    pub(super) fn binding(&self) -> Result<Option<[u8; 32]>> {
+        match self {
+            HandshakeSocket::Local(_) => Ok(None),
+            HandshakeSocket::Tcp(peer) => peer.binding(),
         }
     }
 
@@ -60,7 +75,7 @@ impl HandshakeSocket {
                 Ok(_) => Ok(()),
                 Err(_) => Err(Error::other("no answer to the hello")),
             },
-            HandshakeSocket::Tcp(peer, deadline) => send(peer, message, *deadline),
+            HandshakeSocket::Tcp(peer) => peer.send(message),
         }
     }
 
@@ -72,7 +87,7 @@ impl HandshakeSocket {
                 Ok(None) => Err(Error::other("no answer to the hello in time")),
                 Err(_) => Err(Error::other("no answer to the hello")),
             },
-            HandshakeSocket::Tcp(peer, deadline) => Ok((receive(peer, *deadline)?, Vec::new())),
+            HandshakeSocket::Tcp(peer) => Ok((peer.receive()?, Vec::new())),
         }
     }
 
@@ -83,50 +98,101 @@ impl HandshakeSocket {
                 let flags = RecvFlags::TRUNC;
                 rustix::net::recv(peer, &mut [0_u8; 1], flags).map(|_| ()).map_err(Error::from)
             }
-            HandshakeSocket::Tcp(peer, deadline) => receive(peer, *deadline).map(|_| ()),
+            HandshakeSocket::Tcp(peer) => peer.discard(),
         };
     }
 
     /// From here on it belongs to a thread that does not wait for it.
     pub(super) fn unblock(self) -> Result<OwnedFd> {
-        let socket = match self {
-            HandshakeSocket::Local(peer) => peer,
-            HandshakeSocket::Tcp(peer, _) => peer.into(),
-        };
-        fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
-        Ok(socket)
-    }
-}
-
-fn left(deadline: Instant) -> Result<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
-}
-
-fn fill(peer: &mut TcpStream, mut into: &mut [u8], deadline: Instant) -> Result<()> {
-    while !into.is_empty() {
-        peer.set_read_timeout(Some(left(deadline)?))?;
-        match peer.read(into) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(count) => into = &mut into[count..],
-            Err(why) if why.kind() == ErrorKind::Interrupted => {}
-            Err(why) => return Err(why),
+        match self {
+            HandshakeSocket::Local(peer) => unblocked(peer),
+            HandshakeSocket::Tcp(_) => {
+                Err(Error::other("a connection by TCP, and not a local one"))
+            }
         }
     }
-    Ok(())
+
+    /// The same of one by TCP.
+    pub(super) fn unblock_tcp(self) -> Result<TcpLinkSocket> {
+        match self {
+            HandshakeSocket::Local(_) => {
+                Err(Error::other("a local connection, and not one by TCP"))
+            }
+            HandshakeSocket::Tcp(peer) => {
+                let (socket, tls) = peer.into_parts();
+                TcpLinkSocket::new(unblocked(socket)?, tls).map_err(Error::other)
+            }
+        }
+    }
+}
+
+fn unblocked(socket: OwnedFd) -> Result<OwnedFd> {
+    fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
+    Ok(socket)
+}
+
+/// A connection over which nothing is waited for after a deadline.
+pub(super) struct TimedSocket<'a>(pub(super) &'a mut TcpStream, pub(super) Instant);
+
+impl TimedSocket<'_> {
+    fn left(&self) -> Result<Duration> {
+        let left = self.1.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+impl Read for TimedSocket<'_> {
+    fn read(&mut self, into: &mut [u8]) -> Result<usize> {
+        self.0.set_read_timeout(Some(self.left()?))?;
+        self.0.read(into)
+    }
+}
+
+impl Write for TimedSocket<'_> {
+    fn write(&mut self, bytes: &[u8]) -> Result<usize> {
+        self.0.set_write_timeout(Some(self.left()?))?;
+        self.0.write(bytes)
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Receives a control message by TCP.
+#[cfg(all(test, not(feature = "loom")))]
 pub(super) fn receive(peer: &mut TcpStream, deadline: Instant) -> Result<HostControlMessage> {
+    read_message(&mut TimedSocket(peer, deadline))
+}
+
+/// Sends a control message by TCP.
+#[cfg(all(test, not(feature = "loom")))]
+pub(super) fn send(
+    peer: &mut TcpStream,
+    message: &HostControlMessage,
+    deadline: Instant,
+) -> Result<()> {
+    TimedSocket(peer, deadline).write_all(&pack_control(message))
+}
+
+fn fill(peer: &mut impl Read, into: &mut [u8]) -> Result<()> {
+    peer.read_exact(into).map_err(|why| match why.kind() {
+        ErrorKind::UnexpectedEof => why.kind().into(),
+        _ => why,
+    })
+}
+
+/// Reads a control message, and not a byte more.
+pub(super) fn read_message(peer: &mut impl Read) -> Result<HostControlMessage> {
     let wrong = || Error::new(ErrorKind::InvalidData, "no greeting of a host plane");
     let mut len = [0; 8];
-    fill(peer, &mut len, deadline)?;
+    fill(peer, &mut len)?;
     let len = u64::from_le_bytes(len);
     if len == 0 || len > 1 + CONTROL_MAX as u64 / 8 {
         return Err(wrong());
     }
     let mut bytes = vec![0; 8 * len as usize];
-    fill(peer, &mut bytes, deadline)?;
+    fill(peer, &mut bytes)?;
     let words: Vec<u64> = words_of(&bytes).collect();
     match HostRecord::decode(&words) {
         Some((HostRecord::Control { bytes }, rest)) => {
@@ -134,14 +200,4 @@ pub(super) fn receive(peer: &mut TcpStream, deadline: Instant) -> Result<HostCon
         }
         _ => Err(wrong()),
     }
-}
-
-/// Sends a control message by TCP.
-pub(super) fn send(
-    peer: &mut TcpStream,
-    message: &HostControlMessage,
-    deadline: Instant,
-) -> Result<()> {
-    peer.set_write_timeout(Some(left(deadline)?))?;
-    peer.write_all(&pack_control(message))
 }

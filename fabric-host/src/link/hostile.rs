@@ -136,7 +136,7 @@ impl Victim {
     }
 }
 
-fn welcome() -> HostControlMessage {
+pub(super) fn welcome() -> HostControlMessage {
     HostControlMessage::Welcome { rules: rules(), version: Some((VERSION, VERSION)) }
 }
 
@@ -465,10 +465,16 @@ fn out_of_range_writes_by_ring_end_the_link() {
 /// A plane that opens a session to a peer of ours, and what it dialled with; it has not been
 /// answered.
 pub(super) fn dialling() -> (HostPlane, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let peer = stranger(listener.local_addr().unwrap().port());
     let (connect_ms, open_ms) = (300_000, 300_000);
     let config = HostConfig { connect_ms, open_ms, ..HostConfig::default() };
+    dialling_with(config, stranger(0))
+}
+
+/// The same, with settings, and a peer that is said to be at our port, on another host.
+pub(super) fn dialling_with(config: HostConfig, peer: HostPlaneAddress) -> (HostPlane, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let peer = HostPlaneAddress { port, node: stranger(0).node, ..peer };
     let mut plane = HostPlane::new(config).unwrap();
     let bytes = Box::leak(Box::new([MARK; LEN]));
     let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };

@@ -16,10 +16,16 @@ mod socket;
 mod stream;
 mod target;
 mod tcp_initiator;
+mod tcp_socket;
 mod tcp_target;
+mod tls_config;
+mod tls_greeting;
+mod tls_records;
 
 #[cfg(all(test, not(feature = "loom")))]
 mod hostile;
+#[cfg(all(test, not(feature = "loom")))]
+mod middleman;
 #[cfg(all(test, not(feature = "loom")))]
 mod versions;
 
@@ -28,6 +34,7 @@ pub(crate) use dial::{HostDialRequest, dial};
 pub(crate) use inbound::HostInboundLink;
 pub(crate) use local_peer::LocalPeer;
 pub(crate) use outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
+pub(crate) use tls_config::LinkTls;
 
 /// What carries a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

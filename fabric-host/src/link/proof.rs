@@ -8,24 +8,36 @@ use crate::shared::{HostDialError, HostPlaneShared};
 use kvferry_trust::{NO_SECRET, ProofError, ProvenSession};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-/// What both sides prove: the fields that planes of every version know, and by which kind of
-/// connection they are said.
-fn said(hello: &HostControlMessage) -> Vec<u8> {
+/// What both sides prove: by which connection it is said, and the fields that planes of every
+/// version know.
+pub(super) fn said(hello: &HostControlMessage, binding: Option<[u8; 32]>) -> Vec<u8> {
     let HostControlMessage::Hello {
         version, from, to, fence_key, link, ends, rules, newest, ..
     } = hello
     else {
         return Vec::new();
     };
-    rmp_serde::to_vec(&(version, from, to, fence_key, link, ends, rules, newest))
-        .expect("plain data always encodes")
+    let mut said = rmp_serde::to_vec(&(version, from, to, fence_key, link, ends, rules, newest))
+        .expect("plain data always encodes");
+    said.extend(binding.iter().flatten());
+    said
 }
 
-fn purpose(peer: &HandshakeSocket) -> &'static str {
-    match peer.kind() {
+fn purpose(kind: HostLinkKind, is_encrypted: bool) -> &'static str {
+    match kind {
         HostLinkKind::Local => "host data plane, local",
+        HostLinkKind::Tcp if is_encrypted => "host data plane, TLS",
         HostLinkKind::Tcp => "host data plane, TCP",
     }
+}
+
+/// What both sides prove of a hello, and for which purpose.
+fn claim(
+    peer: &HandshakeSocket,
+    hello: &HostControlMessage,
+) -> std::io::Result<(&'static str, Vec<u8>)> {
+    let binding = peer.binding()?;
+    Ok((purpose(peer.kind(), binding.is_some()), said(hello, binding)))
 }
 
 /// Says hello to who is `at` an address, and gets the answer; if this plane has a secret, of who has
@@ -54,8 +66,20 @@ pub(super) fn say_hello(
         }
         _ => return Err(HostDialError::ours(format!("the peer proves nothing: {NO_SECRET}"))),
     };
-    let about = (purpose(peer), &*said(&hello));
-    let (proof, session) = secret.confirm(about, &offer, &answer).map_err(HostDialError::ours)?;
+    let (purpose, said) = claim(peer, &hello).map_err(silent)?;
+    let confirmed = secret.confirm((purpose, &said), &offer, &answer);
+    let (proof, session) = confirmed.map_err(|why| {
+        let why = match why {
+            ProofError::Wrong if peer.is_encrypted() => {
+                format!("{why}, or somebody between the two has TLS with each of them")
+            }
+            why => why.to_string(),
+        };
+        // So that it is told there, too.
+        let refusal = HostControlMessage::Refuse { why: why.clone(), over: false };
+        let _whoever_it_is = peer.send(&refusal, &[]);
+        HostDialError::ours(why)
+    })?;
     peer.send(&HostControlMessage::Proven(proof), &[]).map_err(silent)?;
     match peer.receive().map_err(silent)? {
         (HostControlMessage::Sealed { message, seal }, fds) => {
@@ -101,8 +125,9 @@ pub(super) fn check_dialler(
         HostControlMessage::Hello { offer, .. } => offer.as_ref(),
         _ => None,
     };
-    let about = (purpose(peer), &*said(hello));
-    let Some((answer, expected)) = hub.proof.answer(about, offer).map_err(Some)? else {
+    let (purpose, said) = claim(peer, hello).map_err(|_| None)?;
+    let answer = hub.proof.answer((purpose, &said), offer).map_err(Some)?;
+    let Some((answer, expected)) = answer else {
         return Ok(SealedAnswers(None));
     };
     peer.send(&HostControlMessage::Prove(answer), &[]).map_err(|_| None)?;
@@ -111,6 +136,9 @@ pub(super) fn check_dialler(
             .check(&proof)
             .map(|session| SealedAnswers(Some(session)))
             .map_err(|why| Some(why.to_string())),
+        Ok((HostControlMessage::Refuse { why, .. }, _)) => {
+            Err(Some(format!("who dials says: {why}")))
+        }
         _ => Err(None),
     }
 }
@@ -200,7 +228,7 @@ mod tests {
         let hello = with_offer(victim.hello(), offer.clone());
         // A peer is let in, and somebody hears all of it.
         let (mut peer, answer) = asked(&victim, &hello);
-        let about = (PURPOSE, &*said(&hello));
+        let about = (PURPOSE, &*said(&hello, None));
         let (proof, session) = fleet().confirm(about, &offer, &answer).unwrap();
         let proven = HostControlMessage::Proven(proof);
         send(&mut peer, &proven, deadline()).unwrap();
@@ -238,7 +266,7 @@ mod tests {
                 _ => rules.slower = !rules.slower,
             }
             let (_, answer) = asked(&victim, &arrived);
-            let confirmed = fleet().confirm((PURPOSE, &said(&sent)), &offer, &answer);
+            let confirmed = fleet().confirm((PURPOSE, &said(&sent, None)), &offer, &answer);
             assert!(confirmed.is_err(), "{arrived:?}");
         }
     }

@@ -1,6 +1,7 @@
 //! Records and the bytes that go with them by TCP. Bytes go from memory to the socket and from the
 //! socket to memory without a stop, in large batches of ranges.
 
+use super::tcp_socket::TcpLinkSocket;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::{HostMemoryAccess, HostRegion};
 use crate::proto::{CONTROL_MAX, HostControlMessage, HostRecord, RECORD_MAX};
@@ -9,7 +10,7 @@ use crate::sys::{self, range};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 /// Bytes read ahead of knowing what they are.
@@ -121,7 +122,7 @@ pub(super) struct ScatterReceive {
 
 #[derive(Debug)]
 pub(super) struct RecordStream {
-    socket: OwnedFd,
+    socket: TcpLinkSocket,
     pub(super) readable: bool,
     writable: bool,
     sending: VecDeque<TcpFrame>,
@@ -131,7 +132,7 @@ pub(super) struct RecordStream {
 }
 
 impl RecordStream {
-    pub(super) fn new(socket: OwnedFd) -> RecordStream {
+    pub(super) fn new(socket: TcpLinkSocket) -> RecordStream {
         let (sending, input) = (VecDeque::new(), vec![0; INPUT]);
         RecordStream { socket, readable: true, writable: true, sending, input, unread: 0..0 }
     }
@@ -155,12 +156,16 @@ impl RecordStream {
 
     /// True if there is nothing that could be done now.
     pub(super) fn is_idle(&self) -> bool {
-        !self.readable && (!self.writable || self.sending.is_empty())
+        !self.readable && (!self.writable || !self.is_sending())
+    }
+
+    fn is_sending(&self) -> bool {
+        !self.sending.is_empty() || self.socket.is_unsent()
     }
 
     /// True if there is something to send that the socket does not take.
     pub(super) fn is_stuck(&self) -> bool {
-        !self.writable && !self.sending.is_empty()
+        !self.writable && self.is_sending()
     }
 
     /// Sends what the socket takes; true if it took something.
@@ -174,7 +179,7 @@ impl RecordStream {
             && budget > 0
             && let Some(frame) = self.sending.front_mut()
         {
-            match frame.send(self.socket.as_fd(), cx) {
+            match frame.send(&mut self.socket, cx) {
                 Ok(sent) => budget = budget.saturating_sub(sent.max(1)),
                 Err(Errno::AGAIN) => self.writable = false,
                 Err(Errno::INTR) => {}
@@ -189,12 +194,19 @@ impl RecordStream {
                 done.push(SentPart { op, last, failed });
             }
         }
+        if self.writable && self.socket.is_unsent() {
+            match self.socket.flush() {
+                Ok(()) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.writable = false,
+                Err(_) => return Err(HostCloseReason::Lost),
+            }
+        }
         Ok(budget < SEND_MAX)
     }
 
     fn receive(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
         loop {
-            match sys::receive_ranges(self.socket.as_fd(), ranges) {
+            match self.socket.receive_ranges(ranges) {
                 Err(Errno::INTR) => {}
                 other => return other,
             }
@@ -229,7 +241,7 @@ impl RecordStream {
                 Ok(0) => return Err(HostCloseReason::Closed),
                 Ok(count) => self.unread.end += count as usize,
                 Err(Errno::AGAIN) => self.readable = false,
-                Err(_) => return Err(HostCloseReason::Lost),
+                Err(why) => return Err(broken(why)),
             }
         }
     }
@@ -309,8 +321,16 @@ impl RecordStream {
                 Ok(None)
             }
             Err(Errno::FAULT) => Err(None),
-            Err(_) => Err(Some(HostCloseReason::Lost)),
+            Err(why) => Err(Some(broken(why))),
         }
+    }
+}
+
+/// Why a link ends that nothing more is received by.
+fn broken(why: Errno) -> HostCloseReason {
+    match why {
+        Errno::BADMSG => HostCloseReason::Corrupt,
+        _ => HostCloseReason::Lost,
     }
 }
 
@@ -337,7 +357,7 @@ impl ScatterReceive {
 }
 
 impl TcpFrame {
-    fn send(&mut self, socket: BorrowedFd<'_>, cx: &mut WorkerContext) -> Result<u64, Errno> {
+    fn send(&mut self, socket: &mut TcpLinkSocket, cx: &mut WorkerContext) -> Result<u64, Errno> {
         let head = &self.head[self.sent..];
         let mut ranges = vec![range(head.as_ptr() as u64, head.len() as u64)];
         let mut bounce = std::mem::take(&mut cx.bounce);
@@ -347,7 +367,7 @@ impl TcpFrame {
             payload.failed |= held.is_none();
             payload.gather(&mut ranges, &mut bounce, cx);
         }
-        let sent = sys::send_ranges(socket, &ranges);
+        let sent = socket.send_ranges(&ranges);
         cx.bounce = bounce;
         let sent = match (sent, &mut self.payload) {
             // The ranges of the memory, not the head.

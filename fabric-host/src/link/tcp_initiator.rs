@@ -4,6 +4,7 @@ use super::outbound::{HostOutboundLink, HostReadJob, OutboundQueues, QueuedRecor
 use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
+use super::tcp_socket::TcpLinkSocket;
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::HostRegion;
@@ -14,7 +15,7 @@ use crate::shared::{
 use kvferry_engine::fabric::SessionId;
 use rustix::event::epoll::EventFlags;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records that are taken from the owner's queue ahead of the socket.
@@ -47,7 +48,11 @@ pub(super) struct TcpInitiator {
 }
 
 impl TcpInitiator {
-    pub(super) fn new(socket: OwnedFd, link: Arc<HostOutboundLink>, later: bool) -> TcpInitiator {
+    pub(super) fn new(
+        socket: TcpLinkSocket,
+        link: Arc<HostOutboundLink>,
+        later: bool,
+    ) -> TcpInitiator {
         TcpInitiator {
             stream: RecordStream::new(socket),
             later,

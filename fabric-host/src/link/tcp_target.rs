@@ -5,6 +5,7 @@ use super::stream::{
     RecordStream, ScatterReceive, SentPart, TcpFrame, pack, pack_control, unpack_control,
 };
 use super::target::{ANSWERS_MAX, TargetState};
+use super::tcp_socket::TcpLinkSocket;
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::proto::{
@@ -12,7 +13,7 @@ use crate::proto::{
 };
 use crate::shared::{HostCloseReason, HostLinkDriver, WorkerContext};
 use rustix::event::epoll::EventFlags;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 /// Records taken in one step.
@@ -31,7 +32,11 @@ pub(super) struct TcpTarget {
 }
 
 impl TcpTarget {
-    pub(super) fn new(socket: OwnedFd, inbound: Arc<HostInboundLink>, later: bool) -> TcpTarget {
+    pub(super) fn new(
+        socket: TcpLinkSocket,
+        inbound: Arc<HostInboundLink>,
+        later: bool,
+    ) -> TcpTarget {
         TcpTarget {
             stream: RecordStream::new(socket),
             later,

@@ -5,7 +5,7 @@ use super::submit::InlineCopier;
 use crate::HostConfig;
 use crate::descriptor::{HostPlaneAddress, this_node};
 use crate::doorbell::WorkerHandle;
-use crate::link::{HostListeners, listen};
+use crate::link::{HostListeners, LinkTls, listen};
 use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
 use crate::worker::HostWorker;
@@ -74,6 +74,7 @@ impl HostPlane {
         config.check().map_err(HostError::Config)?;
         let proof =
             FleetProof::open(config.trust.secret_file.as_deref()).map_err(HostError::Config)?;
+        let tls = config.trust.encrypt.then(LinkTls::new).transpose().map_err(HostError::System)?;
         let host = advertised(&config)?;
         let incarnation = draw_incarnation().map_err(HostError::System)?;
         let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };
@@ -95,7 +96,7 @@ impl HostPlane {
             .collect::<Result<Vec<_>, _>>()
             .map_err(|why| HostError::System(format!("doorbell: {why}")))?;
         let room = (4 * config.operations_max as usize + 16).next_power_of_two();
-        let hub = HostPlaneShared::new(config, location, handles, proof);
+        let hub = HostPlaneShared::new(config, location, handles, (proof, tls));
         let hub = Arc::new(hub.map_err(HostError::System)?);
         let mut plane = HostPlane {
             hub: hub.clone(),

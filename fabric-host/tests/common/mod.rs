@@ -6,8 +6,11 @@ pub(crate) mod remote;
 use kvferry_engine::conformance::{DataPlanePair, SecondPlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{DataEvent, DataPlane};
-use kvferry_fabric_host::{DataPath, HostConfig};
+use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
 use remote::{HostTestPlane, HostTestSetup, start};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// The next event of a plane, of which there is one at a time.
@@ -32,13 +35,53 @@ pub(crate) fn patient() -> HostConfig {
     HostConfig { connect_ms: never, open_ms: never, dead_ms: never, ..HostConfig::default() }
 }
 
-/// Settings of a plane that takes one path only.
-pub(crate) fn config(path: DataPath) -> HostConfig {
-    HostConfig { paths: vec![path], operations_max: 256, ..patient() }
+/// A path, and whether what goes by it is encrypted, which it may be by TCP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TestWay {
+    pub(crate) path: DataPath,
+    encrypt: bool,
 }
 
-fn setup(path: DataPath) -> HostTestSetup {
-    HostTestSetup { config: config(path), memory: MEMORY, file: path == DataPath::SharedMemory }
+impl From<DataPath> for TestWay {
+    fn from(path: DataPath) -> TestWay {
+        TestWay { path, encrypt: false }
+    }
+}
+
+impl TestWay {
+    pub(crate) const ENCRYPTED: TestWay = TestWay { path: DataPath::Tcp, encrypt: true };
+
+    pub(crate) fn all() -> impl Iterator<Item = TestWay> {
+        DataPath::ALL.map(TestWay::from).into_iter().chain([TestWay::ENCRYPTED])
+    }
+
+    /// Settings of a plane that takes this way only.
+    pub(crate) fn of(self, config: HostConfig) -> HostConfig {
+        let secret_file = self.encrypt.then(secret);
+        let trust = PeerTrust { secret_file, encrypt: self.encrypt, ..PeerTrust::default() };
+        HostConfig { paths: vec![self.path], trust, ..config }
+    }
+}
+
+/// The file of a secret that all tests have, also in other processes.
+fn secret() -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let (file, new) = (folder.join("secret"), format!("secret-{}", std::process::id()));
+    let new = folder.join(format!("{new}-{:?}", std::thread::current().id()));
+    fs::write(&new, "00112233445566778899aabbccddeeff").expect("a file");
+    fs::set_permissions(&new, Permissions::from_mode(0o400)).expect("its mode");
+    fs::rename(&new, &file).expect("it is in its place");
+    file
+}
+
+/// Settings of a plane that takes one way only.
+pub(crate) fn config(way: impl Into<TestWay>) -> HostConfig {
+    way.into().of(HostConfig { operations_max: 256, ..patient() })
+}
+
+fn setup(way: TestWay) -> HostTestSetup {
+    let file = way.path == DataPath::SharedMemory;
+    HostTestSetup { config: config(way), memory: MEMORY, file }
 }
 
 fn local(setup: HostTestSetup) -> Box<HostTestPlane> {
@@ -46,18 +89,21 @@ fn local(setup: HostTestSetup) -> Box<HostTestPlane> {
 }
 
 /// Both in this process.
-pub(crate) fn here(path: DataPath) -> DataPlanePair {
-    DataPlanePair::new(local(setup(path)), SecondPlane::Here(local(setup(path))))
+pub(crate) fn here(way: impl Into<TestWay>) -> DataPlanePair {
+    let way = way.into();
+    DataPlanePair::new(local(setup(way)), SecondPlane::Here(local(setup(way))))
 }
 
 /// The second in a process of its own.
-pub(crate) fn apart(path: DataPath) -> DataPlanePair {
-    DataPlanePair::new(local(setup(path)), SecondPlane::There(start(&setup(path))))
+pub(crate) fn apart(way: impl Into<TestWay>) -> DataPlanePair {
+    let way = way.into();
+    DataPlanePair::new(local(setup(way)), SecondPlane::There(start(&setup(way))))
 }
 
 /// The second in a process of its own; no read is copied by the thread that asks for it.
-pub(crate) fn by_threads(path: DataPath) -> DataPlanePair {
-    let mut first = setup(path);
+pub(crate) fn by_threads(way: impl Into<TestWay>) -> DataPlanePair {
+    let way = way.into();
+    let mut first = setup(way);
     first.config.inline_max = 0;
-    DataPlanePair::new(local(first), SecondPlane::There(start(&setup(path))))
+    DataPlanePair::new(local(first), SecondPlane::There(start(&setup(way))))
 }

@@ -129,6 +129,9 @@ pub(crate) struct ServeArgs {
     /// $KVFERRY_SECRET_FILE by default
     #[arg(long, value_name = "FILE")]
     pub(crate) secret_file: Option<PathBuf>,
+    /// Encrypt KV between hosts, which both sides have to; needs a secret
+    #[arg(long)]
+    pub(crate) encrypt: bool,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory

@@ -177,8 +177,13 @@ fn rank_parts(
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;
-            let trust = PeerTrust { secret_file, ..PeerTrust::default() };
+            let trust = PeerTrust { secret_file, encrypt: args.encrypt, ..PeerTrust::default() };
             PlaneConfig::Host(HostConfig { slower, trust, ..HostConfig::default() })
+        }
+        FabricArg::Mori if args.encrypt => {
+            let why =
+                "--encrypt: what MoRI moves is not encrypted: leave it out, or give --fabric host";
+            return Err(CommandError::Input(why.into()));
         }
         FabricArg::Mori => PlaneConfig::Mori(MoriConfig { secret_file, ..MoriConfig::default() }),
     };

@@ -29,10 +29,11 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 13] = [
     "socket",
     "metrics",
     "secret_file",
+    "encrypt",
     "log_format",
     "log_level",
     "copiers",
@@ -69,6 +70,10 @@ pub(crate) struct ConfigLayer {
     /// $KVFERRY_SECRET_FILE by default
     #[arg(long, value_name = "FILE", value_parser = secret_file)]
     secret_file: Option<PathBuf>,
+    /// Encrypt KV between hosts, which both sides have to; needs a secret
+    #[arg(long, value_name = "BOOL", value_parser = encrypt,
+        num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    encrypt: Option<bool>,
     /// Form of the log, which goes to stderr: text (the default) or json
     #[arg(long, value_name = "FORM", value_parser = log_format)]
     log_format: Option<LogFormat>,
@@ -198,8 +203,16 @@ fn paths(text: &str) -> Result<Paths, String> {
     Ok(Paths(paths))
 }
 
+fn flag(key: &str, text: &str) -> Result<bool, String> {
+    text.parse().map_err(|_| format!("{key} = {text:?}: it has to be true or false"))
+}
+
+fn encrypt(text: &str) -> Result<bool, String> {
+    flag("encrypt", text)
+}
+
 fn slower(text: &str) -> Result<bool, String> {
-    text.parse().map_err(|_| format!("slower = {text:?}: it has to be true or false"))
+    flag("slower", text)
 }
 
 fn uids(text: &str) -> Result<Uids, String> {
@@ -229,6 +242,7 @@ impl ConfigLayer {
             "socket" => self.socket = Some(socket(text)?),
             "metrics" => self.metrics = Some(metrics(text)?),
             "secret_file" => self.secret_file = Some(secret_file(text)?),
+            "encrypt" => self.encrypt = Some(encrypt(text)?),
             "log_format" => self.log_format = Some(log_format(text)?),
             "log_level" => self.log_level = Some(log_level(text)?),
             "copiers" => self.copiers = Some(copiers(text)?),
@@ -249,6 +263,7 @@ impl ConfigLayer {
             socket: self.socket.or(other.socket),
             metrics: self.metrics.or(other.metrics),
             secret_file: self.secret_file.or(other.secret_file),
+            encrypt: self.encrypt.or(other.encrypt),
             log_format: self.log_format.or(other.log_format),
             log_level: self.log_level.or(other.log_level),
             copiers: self.copiers.or(other.copiers),
@@ -397,6 +412,7 @@ impl HostArgs {
                     trust: PeerTrust {
                         uids: given.uids.map_or(Vec::new(), |Uids(uids)| uids),
                         secret_file: given.secret_file.or(of_fleet),
+                        encrypt: given.encrypt.unwrap_or_default(),
                     },
                     ..HostConfig::default()
                 },

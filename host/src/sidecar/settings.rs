@@ -93,9 +93,12 @@ pub struct ConnectorSettings {
     #[serde(default)]
     pub limits: Overrides,
     /// File of the fleet's secret, in place of the one that the host is told of.
-    // The last, and left out where there is none: settings are also sent by place.
+    // It and what follows are left out where they say nothing: settings are also sent by place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_file: Option<PathBuf>,
+    /// Encrypt KV between hosts, also if the host is not told to.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub encrypt: bool,
 }
 
 impl Default for ConnectorSettings {
@@ -120,12 +123,16 @@ impl Default for ConnectorSettings {
             socket: String::new(),
             limits: Overrides::default(),
             secret_file: None,
+            encrypt: false,
         }
     }
 }
 
+const NOT_ENCRYPTED: &str = "encrypt = true: leave it out, also of the host's configuration, or \
+    give backend host; nothing encrypts what is moved by";
+
 /// All keys that a user may give.
-const KEYS: [&str; 23] = [
+const KEYS: [&str; 24] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -146,6 +153,7 @@ const KEYS: [&str; 23] = [
     "host",
     "socket",
     "secret_file",
+    "encrypt",
     limits::PROTOCOL,
     limits::CHANNEL,
     limits::OPERATIONS,
@@ -289,6 +297,7 @@ impl ConnectorSettings {
             }
             "socket" => self.socket = text(value)?.into(),
             "secret_file" => self.secret_file = Some(text(value)?.into()),
+            "encrypt" => self.encrypt = flag(value)?,
             table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
@@ -388,6 +397,11 @@ impl ConnectorSettings {
         own.or(fabric.trust.secret_file.as_ref()).map(PathBuf::as_path)
     }
 
+    /// True if KV is encrypted that goes between hosts: by the engine's word, or its host's.
+    pub(super) fn encrypts(&self, fabric: &HostConfig) -> bool {
+        self.encrypt || fabric.trust.encrypt
+    }
+
     /// The data plane of a rank; `fabric` has what a host was told of host memory.
     ///
     /// # Errors
@@ -397,9 +411,14 @@ impl ConnectorSettings {
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                let trust = PeerTrust { secret_file, ..fabric.trust.clone() };
+                let trust = PeerTrust {
+                    secret_file,
+                    encrypt: self.encrypts(fabric),
+                    ..fabric.trust.clone()
+                };
                 return Ok(PlaneConfig::Host(HostConfig { workers, trust, ..fabric.clone() }));
             }
+            mori if self.encrypts(fabric) => return Err(format!("{NOT_ENCRYPTED} {mori}")),
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
         };
@@ -512,6 +531,22 @@ mod tests {
                 PlaneConfig::Mori(config) => config.secret_file,
             };
             assert_eq!(plane.as_deref(), Some(Path::new(file)), "{given}");
+        }
+    }
+
+    #[test]
+    fn kv_is_encrypted_if_the_engine_or_its_host_says_so_and_never_silently_not() {
+        for (given, encrypt) in [("", false), ("", true), (r#""encrypt": "true", "#, false)] {
+            let trust = PeerTrust { encrypt, ..PeerTrust::default() };
+            let fabric = HostConfig { trust, ..HostConfig::default() };
+            let plane = |backend| {
+                let given = format!(r#"{{{given}"host_ip": "10.0.0.1", "backend": "{backend}"}}"#);
+                ConnectorSettings::read(&given).expect("it is known").plane(&fabric)
+            };
+            let Ok(PlaneConfig::Host(config)) = plane("host") else { panic!("it can be") };
+            assert_eq!(config.trust.encrypt, encrypt || !given.is_empty());
+            let is_said = plane("rdma").is_err_and(|why| why.contains("is moved by mori-rdma"));
+            assert_eq!(is_said, config.trust.encrypt, "{given:?} {encrypt}");
         }
     }
 

@@ -97,6 +97,7 @@ pub(super) fn start(
         backend = %settings.backend(),
         transfer = %settings.transfer(),
         memory,
+        tcp = if settings.encrypts(&operator.fabric) { "encrypted" } else { "plain" },
         "serving an engine"
     );
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;

@@ -41,10 +41,11 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 12] = [
+const SAID: [(&str, &str, [&str; 3]); 13] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
+    ("encrypt", "false", ["true", "false", "true"]),
     ("log_format", "text", ["json", "text", "json"]),
     ("log_level", "info", ["error", "debug", "trace"]),
     ("copiers", "2", ["3", "4", "5"]),
@@ -66,6 +67,7 @@ fn value(config: &SidecarConfig, key: &str) -> String {
     match key {
         "socket" => socket.as_ref().map_or(String::new(), |path| path.display().to_string()),
         "metrics" => metrics.clone().unwrap_or_default(),
+        "encrypt" => fabric.trust.encrypt.to_string(),
         "log_format" => format!("{:?}", logs.log_format).to_lowercase(),
         "log_level" => logs.log_level.to_string(),
         "secret_file" => fabric
@@ -192,6 +194,7 @@ fn mistakes_in_a_file_are_named_with_their_line() {
         ("paths = []", ":1: paths = []: name at least one of shared-memory"),
         ("paths = [\"rdma\"]", "\"rdma\" is none of shared-memory, cross-memory, tcp"),
         ("slower = 1", ":1: slower = \"1\": it has to be true or false"),
+        ("encrypt = \"yes\"", ":1: encrypt = \"yes\": it has to be true or false"),
         ("socket = \"\"", ":1: socket = \"\": it has to be a path"),
         ("log_level = \"loud\"", ":1: log_level = \"loud\": it has to be off, error, warn"),
         ("log_format = \"xml\"", ":1: log_format = \"xml\": it has to be text or json"),

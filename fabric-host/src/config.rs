@@ -46,6 +46,10 @@ pub struct PeerTrust {
     /// File of the fleet's secret, which peers have to prove that they know, and this plane to them.
     /// None asks nobody, and is refused by planes that have one.
     pub secret_file: Option<PathBuf>,
+    /// Listen where others reach this plane though there is no secret.
+    // The last, and left out where it says nothing: settings are also sent by place.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub insecure_network: bool,
 }
 
 impl PeerTrust {

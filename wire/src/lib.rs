@@ -32,6 +32,7 @@ mod connection;
 mod io;
 mod plane;
 mod proven;
+mod seal;
 mod shared;
 mod traffic;
 pub mod zmtp;

@@ -6,6 +6,7 @@ mod backend;
 mod descriptors;
 mod flood;
 mod key;
+mod network;
 mod panics;
 #[path = "../program/mod.rs"]
 #[allow(dead_code, reason = "other test programs use the rest")]

@@ -19,6 +19,8 @@ pub(crate) enum ProofFrame {
         number: u64,
         seal: SessionSeal,
     },
+    /// Why somebody is not listened to, for people.
+    Refusal(String),
 }
 
 impl ProofFrame {

@@ -4,7 +4,7 @@ use super::{InstanceTrust, TrustSettings};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
 use kvferry_trust::FleetProof;
-use kvferry_wire::{ProvenPlane, WireConfig, ZmqPlane};
+use kvferry_wire::{ProvenPlane, SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
 
@@ -80,6 +80,8 @@ impl ControlListeners {
         let (shake, note) = (port_of(&handshake).into(), port_of(&notify).into());
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
+        let signing = FleetProof::open(told.peers.secret_file.as_deref())?;
+        let plane = SignedPlane::new(plane, signing);
         let plane = ProvenPlane::new(plane, proof, address.engine().to_string());
         let plane = if trust.moriio_peers { plane } else { plane.without_moriio_peers() };
         Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address, trust })

@@ -50,7 +50,7 @@ use kvferry_engine::actors::{Input, MailboxSender, monotonic_clock};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::router::{RouterConfig, RouterInput};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
-use kvferry_wire::{WireConfig, ZmqPlane};
+use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -75,11 +75,14 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let settings = args.settings()?;
     let config = args.config()?;
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
-    let (mut plane, discovery) = discovery(&args.discovery)?;
+    let proof = args.proof()?;
+    let (plane, discovery) = discovery(&args.discovery)?;
+    let plane = SignedPlane::new(plane, proof);
+    let mut plane = if args.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    actix::System::new().block_on(run(args, bound, Box::new(plane), config, settings, drain))?;
+    actix::System::new().block_on(run(args, bound, plane, config, settings, drain))?;
     Ok(Exit::HELD)
 }
 
@@ -134,7 +137,7 @@ fn announce(
 async fn run(
     args: &RouterArgs,
     [clients, operators]: [std::net::TcpListener; 2],
-    plane: Box<dyn ControlPlane>,
+    plane: SignedPlane<ZmqPlane>,
     config: RouterConfig,
     settings: HttpSettings,
     drain: Duration,

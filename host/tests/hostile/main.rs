@@ -14,6 +14,7 @@ mod program;
 #[path = "../router/rig.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod rig;
+mod signed;
 mod socket_folder;
 
 use std::process::{Command, Stdio};

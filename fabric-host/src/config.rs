@@ -47,9 +47,12 @@ pub struct PeerTrust {
     /// None asks nobody, and is refused by planes that have one.
     pub secret_file: Option<PathBuf>,
     /// Encrypt what goes by TCP, which peers have to do, too. It needs a secret.
-    // The last, and left out where it says nothing: settings are also sent by place.
+    // Who knows fewer settings refuses others, so it is said only if it was set, as what follows.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub encrypt: bool,
+    /// Listen where others reach this plane though there is no secret.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub insecure_network: bool,
 }
 
 impl PeerTrust {
@@ -101,7 +104,7 @@ pub struct HostConfig {
     /// Serve sessions under fence key 0 of peers that were never connected to, until they are fenced.
     pub open_door: bool,
     /// Who is greeted.
-    // The last, and left out where it says nothing: settings are also sent by place.
+    // Said only if it was set, for the same reason.
     #[serde(skip_serializing_if = "PeerTrust::is_default")]
     pub trust: PeerTrust,
 }

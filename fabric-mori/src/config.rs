@@ -109,9 +109,11 @@ pub struct MoriConfig {
     pub dead_pairs_max: u32,
     /// File of the fleet's secret, which peers have to prove to the acceptor that they know, and it
     /// to them. None asks nobody, and is refused by planes that have one.
-    // The last, and left out where there is none: settings are also sent by place.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub secret_file: Option<PathBuf>,
+    /// Listen where others reach this plane though there is no secret.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub insecure_network: bool,
 }
 
 /// Default of [`MoriConfig::dead_pairs_max`].
@@ -151,6 +153,7 @@ impl Default for MoriConfig {
             devices: true,
             open_door: false,
             secret_file: None,
+            insecure_network: false,
             dead_pairs_max: DEAD_PAIRS_MAX,
         }
     }

@@ -180,7 +180,11 @@ fn what_would_end_the_process_is_an_error() {
         matches!(&busy, Some(MoriError::Preflight(text)) if text.contains(&port.to_string())),
         "{busy:?}"
     );
-    let foreign = refused(MoriConfig { host: "192.0.2.1".into(), ..config(MoriBackend::Rdma) });
+    let foreign = refused(MoriConfig {
+        host: "192.0.2.1".into(),
+        insecure_network: true,
+        ..config(MoriBackend::Rdma)
+    });
     assert!(foreign.is_some_and(|why| why.to_string().contains("192.0.2.1")));
     let name = refused(MoriConfig { host: "localhost".into(), ..config(MoriBackend::Rdma) });
     assert!(matches!(name, Some(MoriError::Config(_))));

@@ -87,3 +87,31 @@ fn a_configuration_that_cannot_be_used_is_a_failure() {
     let found = check["found"].as_str().expect("a text");
     assert!(found.contains("/nonexistent/host.toml: cannot read it"), "{check}");
 }
+
+#[test]
+fn an_address_that_others_reach_is_fit_with_a_secret_or_a_word() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-secret");
+    // One that is there from a run before may be read and not written.
+    let _old = std::fs::remove_file(&file);
+    std::fs::write(&file, "0123456789abcdef0123456789abcdef").expect("a file");
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o400))
+        .expect("its mode");
+    let file = file.to_str().expect("UTF-8");
+    // Kept for documentation: no machine has it.
+    let far = ["--host-ip", "192.0.2.1"];
+    for (more, status, said) in [
+        (&[][..], "fail", "host_ip = 192.0.2.1: others reach this address"),
+        (&["--insecure-network"], "warn", "insecure network"),
+        (&["--secret-file", file], "ok", "secret: who connects to 192.0.2.1 has to know"),
+        (&["--secret-file", "/nonexistent"], "fail", "secret file /nonexistent"),
+    ] {
+        let (_, checks) = doctor(&[&far, more].concat());
+        let check = check(&checks, "trust");
+        assert_eq!(check["status"], status, "{check}");
+        assert!(check["found"].as_str().is_some_and(|found| found.contains(said)), "{check}");
+    }
+    let (_, checks) = doctor(&[]);
+    let check = check(&checks, "trust");
+    assert_eq!(check["status"], "ok", "{check}");
+    assert!(check["found"].as_str().is_some_and(|found| found.contains("loopback")), "{check}");
+}

@@ -19,7 +19,12 @@ impl CompatEngineDesc {
     /// `Argument` if they are no descriptor.
     pub fn unpack(bytes: &[u8]) -> Result<CompatEngineDesc, CompatError> {
         let fields = descriptor::MoriEngineDesc::decode(bytes).map_err(|why| {
-            CompatError::Argument(format!("EngineDesc of {} B: {why}", bytes.len()))
+            // A kvferry that deals with no MoRIIO peers says why in place of an address.
+            let said = std::str::from_utf8(bytes).ok().filter(|text| text.contains("moriio_peers"));
+            CompatError::Argument(match said {
+                Some(why) => format!("the peer says: {why}"),
+                None => format!("EngineDesc of {} B: {why}", bytes.len()),
+            })
         })?;
         Ok(CompatEngineDesc { bytes: bytes.into(), fields: Arc::new(fields) })
     }

@@ -3,7 +3,7 @@
 use crate::error::CompatError;
 use kvferry_fabric_host::HostConfig;
 use kvferry_faults::{FaultInjector, VARIABLE};
-use kvferry_trust::SecretFile;
+use kvferry_trust::{SecretFile, insecure_of_environment};
 use std::env;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,7 +26,8 @@ pub struct CompatSettings {
     /// Where to log what was moved, `KVFERRY_AUDIT`.
     pub audit: Option<PathBuf>,
     /// How the fabric is set up, `KVFERRY_FABRIC`; key, host, port and workers come with the calls.
-    /// Where it names no `secret_file`, `KVFERRY_SECRET_FILE` does.
+    /// Where it names no `secret_file`, `KVFERRY_SECRET_FILE` does, and `KVFERRY_INSECURE_NETWORK`
+    /// says `insecure_network`, too.
     pub fabric: HostConfig,
     /// How long a post waits for room in a full queue before it fails with "SQ full",
     /// `MORI_IO_SQ_BACKOFF_TIMEOUT_US`; 5 s as in MoRI.
@@ -67,6 +68,8 @@ impl CompatSettings {
         if settings.fabric.trust.secret_file.is_none() {
             settings.fabric.trust.secret_file = SecretFile::of_environment();
         }
+        let insecure = insecure_of_environment().map_err(CompatError::Setting)?;
+        settings.fabric.trust.insecure_network |= insecure;
         if let Some(text) = env::var_os(BACKOFF_US) {
             let us = text.to_str().and_then(|text| text.parse().ok()).ok_or_else(|| {
                 CompatError::Setting(format!(

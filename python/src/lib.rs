@@ -37,7 +37,7 @@ mod _native {
     #[pymodule_export]
     use crate::engine::PyEngine;
     #[pymodule_export]
-    use crate::link::{PyLink, check_ports, main, settings, socket_folder};
+    use crate::link::{PyLink, answered, check_address, main, settings, socket_folder};
     #[pymodule_export]
     use crate::session::{PySession, PyTransferStatus};
     #[pymodule_export]

@@ -353,12 +353,21 @@ pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
     Ok((settings.socket, settings.host == HostStart::Spawn, in_file, in_worker))
 }
 
-/// Raises ValueError if a port that was given cannot be listened at, or the address is not this
-/// machine's. Where the host is not started by the connector, or is there, nothing is tried.
+/// Raises ValueError if others reach the address and there is no secret; with `ports` also if a port
+/// that was given cannot be listened at, or the address is not this machine's. Where the host is not
+/// started by the connector, or is there, nothing is tried.
 #[pyfunction]
-pub(crate) fn check_ports(py: Python<'_>, json: &str) -> PyResult<()> {
+pub(crate) fn check_address(py: Python<'_>, json: &str, ports: bool) -> PyResult<()> {
     let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
-    py.detach(|| settings.try_ports()).map_err(PyValueError::new_err)
+    py.detach(|| settings.try_listen(ports)).map_err(PyValueError::new_err)
+}
+
+/// Who is answered at the ports of an engine: `loopback`, `secret` or `insecure`, and whether peers that
+/// speak MoRIIO are. None where the connector does not start the host, which knows it.
+#[pyfunction]
+pub(crate) fn answered(json: &str) -> PyResult<Option<(&'static str, bool)>> {
+    let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
+    settings.answered().map_err(PyValueError::new_err)
 }
 
 /// Makes the folder for the sockets of this user unless it is there; raises PermissionError if what

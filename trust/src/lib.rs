@@ -34,11 +34,15 @@
 
 mod file;
 mod fleet;
+mod network;
 mod proof;
 mod reload;
 
 pub use self::file::{SecretFile, VARIABLE};
 pub use self::fleet::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
+pub use self::network::{
+    INSECURE_VARIABLE, NetworkTrust, insecure_of_environment, is_insecure, is_loopback,
+};
 pub use self::proof::{
     ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer, SecretConfirmation,
     SecretOffer, SessionSeal,

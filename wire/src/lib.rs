@@ -32,10 +32,13 @@ mod connection;
 mod io;
 mod plane;
 mod proven;
+mod seal;
 mod shared;
+mod signed;
 mod traffic;
 pub mod zmtp;
 
 pub use plane::{WireConfig, ZmqPlane};
 pub use proven::ProvenPlane;
 pub use shared::{CONNECTION_CUTS, ConnectionCuts};
+pub use signed::{SignedEvent, SignedPlane};

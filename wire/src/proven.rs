@@ -11,6 +11,7 @@
 //!
 //! What MoRIIO peers say goes by as it is: they have no secret.
 
+use crate::seal::{ProofFrame, SealedLink};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::ids::Incarnation;
@@ -19,51 +20,28 @@ use kvferry_engine::fabric::{
     ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
 };
 use kvferry_trust::{
-    ExpectedConfirmation, FleetProof, NO_OFFER, NO_SECRET, ProvenSession, SecretAnswer,
-    SecretConfirmation, SecretOffer, SessionSeal,
+    ExpectedConfirmation, FleetProof, NO_OFFER, NO_SECRET, SecretAnswer, SecretConfirmation,
+    SecretOffer, SessionSeal,
 };
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::task::Waker;
-
-/// First bytes of what is said of proofs. As those of native frames they start nothing else.
-const MAGIC: [u8; 2] = [0xc1, b'p'];
 
 /// What the proof is for.
 const PURPOSE: &str = "native hello";
 
+/// Who asked, and said no hello.
+const NO_MORIIO: &str = "a peer that speaks MoRIIO only asked where the KV lies, and there are no such \
+    peers here: moriio_peers true lets them in, who can prove nothing";
+
 /// Most frames that wait for a proof.
 const WAITING_MAX: usize = 64;
-
-/// The first part of a message of proofs, after [`MAGIC`].
-#[derive(Serialize, Deserialize)]
-enum ProofFrame {
-    /// A hello follows as the second part.
-    Offer(SecretOffer),
-    Answer(SecretAnswer),
-    Confirmation(SecretConfirmation),
-    /// A native frame follows as the second part. Its number grows with each of one direction.
-    Sealed {
-        number: u64,
-        seal: SessionSeal,
-    },
-}
-
-impl ProofFrame {
-    fn encode(&self) -> Vec<u8> {
-        let mut bytes = MAGIC.to_vec();
-        bytes.extend(rmp_serde::to_vec(self).expect("plain data always encodes"));
-        bytes
-    }
-
-    fn decode(part: &[u8]) -> Option<ProofFrame> {
-        rmp_serde::from_slice(part.strip_prefix(&MAGIC)?).ok()
-    }
-}
 
 /// How far a link of handshakes is.
 enum LinkProof {
     Unproven,
+    /// The other side asked as MoRIIO peers do, which are not dealt with; who speaks the native
+    /// dialect, too, goes on to say hello.
+    Asked,
     /// This side said hello with an offer; what it says since waits.
     Offered {
         offer: SecretOffer,
@@ -75,11 +53,7 @@ enum LinkProof {
         expected: Box<ExpectedConfirmation>,
         hello: Vec<u8>,
     },
-    Proven {
-        session: ProvenSession,
-        sent: u64,
-        received: u64,
-    },
+    Proven(SealedLink),
 }
 
 /// A control plane on which only who has proven to know the fleet's secret speaks the native
@@ -89,17 +63,14 @@ pub struct ProvenPlane<P> {
     proof: FleetProof,
     /// Name of this engine, for the log.
     name: String,
+    /// Whether there are peers that speak MoRIIO.
+    has_moriio_peers: bool,
     /// Those of handshakes; native peers stay on them.
     links: BTreeMap<LinkId, LinkProof>,
 }
 
 fn is_native(frame: &[u8]) -> bool {
     frame.starts_with(&native::MAGIC)
-}
-
-/// Of a seal: whether the dialler said it. Its number and the frame follow.
-const fn direction(by_dialler: bool) -> [u8; 1] {
-    [by_dialler as u8]
 }
 
 fn hello_in(frame: &[u8]) -> Option<Box<Hello>> {
@@ -125,12 +96,23 @@ fn refusal(hello: &[u8], why: &str) -> Option<Vec<u8>> {
 impl<P: ControlPlane> ProvenPlane<P> {
     /// A plane of an engine with this name.
     pub fn new(plane: P, proof: FleetProof, name: String) -> ProvenPlane<P> {
-        ProvenPlane { plane, proof, name, links: BTreeMap::new() }
+        ProvenPlane { plane, proof, name, has_moriio_peers: true, links: BTreeMap::new() }
+    }
+
+    /// Has peers that speak MoRIIO only noted as refused: the core does not deal with them.
+    pub fn without_moriio_peers(self) -> ProvenPlane<P> {
+        ProvenPlane { has_moriio_peers: false, ..self }
     }
 
     fn note(&mut self, link: LinkId, channel: LinkKind) {
         if channel == LinkKind::Handshake {
             self.links.entry(link).or_insert(LinkProof::Unproven);
+        }
+    }
+
+    fn forget(&mut self, link: LinkId) {
+        if matches!(self.links.remove(&link), Some(LinkProof::Asked)) {
+            self.proof.warn_of_refusal(&self.name, NO_MORIIO);
         }
     }
 
@@ -145,19 +127,21 @@ impl<P: ControlPlane> ProvenPlane<P> {
     }
 
     fn send_sealed(&mut self, link: LinkId, frame: &[u8]) -> Result<(), Refused> {
-        let Some(LinkProof::Proven { session, sent, .. }) = self.links.get_mut(&link) else {
+        let Some(LinkProof::Proven(sealed)) = self.links.get_mut(&link) else {
             return Err(Refused::Gone);
         };
-        let seal = session.seal(&[&direction(!link.is_inbound()), &sent.to_le_bytes(), frame]);
-        let head = ProofFrame::Sealed { number: *sent, seal };
-        self.plane.send(link, &[&head.encode(), frame])?;
-        *sent += 1;
+        self.plane.send(link, &[&sealed.seal(frame).encode(), frame])?;
+        sealed.sent();
         Ok(())
     }
 
     /// Tells who said hello that it is not listened to, in words that its core understands.
     fn refuse(&mut self, link: LinkId, hello: &[u8], why: &str) {
         self.proof.warn_of_refusal(&self.name, why);
+        if let Some(state @ LinkProof::Asked) = self.links.get_mut(&link) {
+            // It was named for what it is.
+            *state = LinkProof::Unproven;
+        }
         if let Some(frame) = refusal(hello, why) {
             // Who does not read it learns nothing.
             let _full = self.plane.send(link, &[&frame]);
@@ -191,15 +175,23 @@ impl<P: ControlPlane> ProvenPlane<P> {
                 self.on_sealed(link, number, &frame, &seal).then(|| vec![frame])
             }
             // Nothing else is said once both are proven.
-            _ if matches!(self.links.get(&link), Some(LinkProof::Proven { .. })) => None,
-            _ if !parts.iter().any(|part| is_native(part)) => Some(parts),
+            _ if matches!(self.links.get(&link), Some(LinkProof::Proven(_))) => None,
+            _ if !parts.iter().any(|part| is_native(part)) => {
+                let state = self.links.get_mut(&link).filter(|_| link.is_inbound());
+                if let Some(state @ LinkProof::Unproven) = state
+                    && !self.has_moriio_peers
+                {
+                    *state = LinkProof::Asked;
+                }
+                Some(parts)
+            }
             _ => self.on_unproven(link, parts),
         }
     }
 
     fn on_offer(&mut self, link: LinkId, offer: &SecretOffer, hello: Vec<u8>) {
         // Who was proven says hello again as a frame like others.
-        if matches!(self.links.get(&link), Some(LinkProof::Proven { .. })) {
+        if matches!(self.links.get(&link), Some(LinkProof::Proven(_))) {
             return;
         }
         match self.proof.answer((PURPOSE, &hello), Some(offer)) {
@@ -226,7 +218,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         if self.plane.send(link, &[&ProofFrame::Confirmation(proof).encode()]).is_err() {
             return None;
         }
-        let proven = LinkProof::Proven { session, sent: 0, received: 0 };
+        let proven = LinkProof::Proven(SealedLink::new(link, session));
         let Some(LinkProof::Offered { waiting, .. }) = self.links.insert(link, proven) else {
             return None;
         };
@@ -250,7 +242,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         };
         match expected.check(proof) {
             Ok(session) => {
-                self.links.insert(link, LinkProof::Proven { session, sent: 0, received: 0 });
+                self.links.insert(link, LinkProof::Proven(SealedLink::new(link, session)));
                 Some(vec![hello])
             }
             Err(why) => {
@@ -262,23 +254,20 @@ impl<P: ControlPlane> ProvenPlane<P> {
 
     /// Whether a frame is what the other side of a proven link said last.
     fn on_sealed(&mut self, link: LinkId, number: u64, frame: &[u8], seal: &SessionSeal) -> bool {
-        let Some(LinkProof::Proven { session, received, .. }) = self.links.get_mut(&link) else {
-            return false;
-        };
-        let said = [&direction(link.is_inbound())[..], &number.to_le_bytes(), frame];
-        if number < *received || session.check(&said, seal).is_err() {
+        let Some(LinkProof::Proven(sealed)) = self.links.get_mut(&link) else { return false };
+        let is_good = sealed.check(number, frame, seal);
+        if !is_good {
             let why = "a frame on a proven link is not sealed by who was proven";
             self.proof.warn_of_refusal(&self.name, why);
-            return false;
         }
-        *received = number + 1;
-        true
+        is_good
     }
 
     /// Native frames of who has proven nothing. Without a secret they are as good as any; with one
     /// only a refusal counts, which the core takes for the end of its own hello and nothing else.
     fn on_unproven(&mut self, link: LinkId, parts: Vec<Vec<u8>>) -> Option<Vec<Vec<u8>>> {
         if !self.proof.is_demanded() {
+            self.links.insert(link, LinkProof::Unproven);
             return Some(parts);
         }
         let frame = parts.last()?;
@@ -313,7 +302,7 @@ impl<P: ControlPlane> ControlPlane for ProvenPlane<P> {
             return self.plane.send(link, parts);
         }
         match self.links.get_mut(&link) {
-            Some(LinkProof::Proven { .. }) => self.send_sealed(link, frame),
+            Some(LinkProof::Proven(_)) => self.send_sealed(link, frame),
             // The dialler repeats its hello until it is answered.
             Some(LinkProof::Offered { hello, .. }) if hello == frame => Ok(()),
             Some(LinkProof::Offered { waiting, .. }) if waiting.len() < WAITING_MAX => {
@@ -323,12 +312,12 @@ impl<P: ControlPlane> ControlPlane for ProvenPlane<P> {
             Some(LinkProof::Offered { .. }) => Err(Refused::Busy),
             Some(LinkProof::Answered { .. }) => Ok(()),
             Some(LinkProof::Unproven) if hello_in(frame).is_some() => self.offer(link, frame),
-            Some(LinkProof::Unproven) | None => self.plane.send(link, parts),
+            Some(LinkProof::Unproven | LinkProof::Asked) | None => self.plane.send(link, parts),
         }
     }
 
     fn hang_up(&mut self, link: LinkId) {
-        self.links.remove(&link);
+        self.forget(link);
         self.plane.hang_up(link);
     }
 
@@ -351,7 +340,7 @@ impl<P: ControlPlane> ControlPlane for ProvenPlane<P> {
                     out.push(ControlEvent::LinkUp { link, channel, from });
                 }
                 ControlEvent::LinkDown { link } => {
-                    self.links.remove(&link);
+                    self.forget(link);
                     out.push(ControlEvent::LinkDown { link });
                 }
                 other => out.push(other),

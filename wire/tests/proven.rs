@@ -1,76 +1,27 @@
 //! Who has proven to know the secret speaks the native dialect; whoever is between the two sides
 //! changes, repeats and forges nothing.
 
+#[path = "common/cable.rs"]
+mod cable;
+
+use cable::{Cable, OURS, Parts, THEIRS, proof};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::layout::{Geometry, KvGroup};
 use kvferry_engine::core::message::{Hello, Role};
-use kvferry_engine::fabric::{
-    ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
-};
-use kvferry_trust::FleetProof;
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
 use kvferry_wire::ProvenPlane;
 use proptest::prelude::*;
-use std::fs::{self, Permissions};
-use std::os::unix::fs::PermissionsExt;
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
-use std::task::Waker;
 
-const OURS: &str = "0123456789abcdef0123456789abcdef";
-const THEIRS: &str = "fedcba9876543210fedcba9876543210";
 const OUT: LinkId = LinkId(7);
 const IN: LinkId = LinkId(LinkId::INBOUND | 7);
-
-type Parts = Vec<Vec<u8>>;
-
-/// What one side has sent, and what it is to hear.
-#[derive(Clone, Default)]
-struct Cable(Arc<Mutex<(Vec<Parts>, Vec<ControlEvent>)>>);
-
-impl ControlPlane for Cable {
-    fn listen(&mut self, _: LinkKind) -> Result<Endpoint, Refused> {
-        Ok(Endpoint::from("tcp://here:1"))
-    }
-
-    fn dial(&mut self, _: LinkId, _: &Endpoint, _: LinkKind) -> Result<(), Refused> {
-        Ok(())
-    }
-
-    fn send(&mut self, _: LinkId, parts: &[&[u8]]) -> Result<(), Refused> {
-        let parts = parts.iter().map(|part| part.to_vec()).collect();
-        self.0.lock().unwrap().0.push(parts);
-        Ok(())
-    }
-
-    fn hang_up(&mut self, _: LinkId) {}
-
-    fn set_waker(&mut self, _: Waker) {}
-
-    fn poll(&mut self, _: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll {
-        out.append(&mut self.0.lock().unwrap().1);
-        NextPoll::External
-    }
-}
 
 /// A side of a link of handshakes.
 struct ProvenTestSide {
     plane: ProvenPlane<Cable>,
     cable: Cable,
     link: LinkId,
-}
-
-fn proof(secret: Option<&str>) -> FleetProof {
-    static FILES: AtomicU32 = AtomicU32::new(0);
-    let Some(secret) = secret else { return FleetProof::open(None).unwrap() };
-    let number = FILES.fetch_add(1, Ordering::Relaxed);
-    let path = std::env::temp_dir().join(format!("kvferry-{}-wire-{number}", std::process::id()));
-    fs::write(&path, secret).unwrap();
-    fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
-    let proof = FleetProof::open(Some(&path)).unwrap();
-    fs::remove_file(path).unwrap();
-    proof
 }
 
 impl ProvenTestSide {

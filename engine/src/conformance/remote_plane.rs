@@ -63,7 +63,7 @@ enum RemoteReply {
 }
 
 fn send<T: Serialize>(mut socket: &UnixStream, value: &T) -> std::io::Result<()> {
-    let bytes = rmp_serde::to_vec(value).expect("plain data");
+    let bytes = rmp_serde::to_vec_named(value).expect("plain data");
     socket.write_all(&(bytes.len() as u64).to_le_bytes())?;
     socket.write_all(&bytes)
 }

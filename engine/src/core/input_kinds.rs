@@ -16,8 +16,8 @@ use super::error::Failure;
 use super::message::{DecodeHook, FlowState, PrefillHook, TransferJob, TransferReport};
 use super::prefill::PrefillInput;
 use super::router::{
-    FailureSeverity, LegEvent, LegFailure, RegistrationKind, RouterInput, of_instance,
-    registration_kind,
+    FailureSeverity, LegEvent, LegFailure, RegistrationKind, RegistrationProof, RouterInput,
+    of_instance, registration_kind,
 };
 use super::transfer::TransferInput;
 use crate::fabric::{Completion, ControlEvent, DataEvent};
@@ -95,6 +95,8 @@ macro_rules! recomputed {
 kinds!("router", RouterInput {
     LinkUp = RouterInput::Control(ControlEvent::LinkUp { .. }),
     LinkDown = RouterInput::Control(ControlEvent::LinkDown { .. }),
+    ProofSigned = RouterInput::Proof { proof: RegistrationProof::Signed, .. },
+    ProofWrong = RouterInput::Proof { proof: RegistrationProof::Wrong(_), .. },
     Register = RouterInput::Register(_),
     Request = RouterInput::Request(_),
     Gone = RouterInput::Gone { .. },

@@ -209,7 +209,7 @@ impl PeerManager {
                 let text = "the leg names a peer that speaks MoRIIO, this engine does not";
                 return Err(Failure::mismatch(text));
             }
-            (Some(_), Some(moriio)) => moriio.admits()?,
+            (Some(leg), Some(moriio)) => moriio.admits(leg)?,
             (None, _) => {}
         }
         if let Some(failure) = &self.unusable {

@@ -4,7 +4,7 @@ use crate::world::*;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::decode::DecodeInput;
-use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, REQUEST};
+use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use kvferry_engine::core::dialect::moriio::notify::{
     ReceivedPrefillNotice, decode_at_prefill, write_done,
 };
@@ -213,6 +213,32 @@ fn peers_that_do_not_fit_are_refused() {
     let link = table.dialled("tcp://10.0.0.9:7301", LinkKind::Notify);
     table.up(link, LinkKind::Notify);
     assert_released(&mut table, link);
+}
+
+#[test]
+fn a_prefill_that_deals_with_none_says_so() {
+    let mut table = decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    let (metadata, _) = good_replies();
+    let metadata = AgentMetadata { engine: CLOSED.as_bytes().into(), native: true, ..metadata };
+    table.handshake(&(metadata, LayerMemory::default()));
+    let DecodeAnswer::Rejected { failure: Failure::Mismatch(why), .. } = table.answer() else {
+        panic!("not refused")
+    };
+    assert_eq!(why.to_string(), format!("the peer says: {CLOSED}"));
+}
+
+#[test]
+fn where_there_are_no_such_peers_a_prompt_without_one_is_nobody_s_fault() {
+    let mut table = closed_decode(Mode::Push).ready();
+    arrive(&mut table, "d", Mode::Push, moriio_peer());
+    let DecodeAnswer::Rejected { failure: Failure::Mismatch(why), .. } = table.answer() else {
+        panic!("not refused")
+    };
+    assert_eq!(why.to_string(), CLOSED);
+    arrive(&mut table, "e", Mode::Push, Arc::default());
+    let failure = Failure::Unreachable;
+    assert_eq!(table.answer(), DecodeAnswer::Rejected { request: "e".into(), failure });
 }
 
 #[test]

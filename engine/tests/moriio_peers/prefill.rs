@@ -286,3 +286,27 @@ fn a_receiver_of_notices_that_hung_up_leaves_no_deadline() {
     table.control(ControlEvent::LinkDown { link: notify });
     assert_eq!(sizes(&table)[1], before);
 }
+
+#[test]
+fn where_there_are_no_such_peers_they_are_told_so() {
+    let mut table = closed_prefill(Mode::Push).ready();
+    let link = table.accept(LinkKind::Handshake);
+    table.hear(link, &[REQUEST]);
+    let metadata = AgentMetadata::decode(&[Vec::new(), table.replied(link)]).unwrap();
+    let memory = LayerMemory::decode(&[Vec::new(), table.replied(link)]).unwrap();
+    assert_eq!((&*metadata.engine, metadata.native), (CLOSED.as_bytes(), true));
+    assert_eq!((metadata.base_addrs.len(), memory.0.len()), (0, 0), "it tells where KV lies");
+    let link = table.accept(LinkKind::Notify);
+    table.take("hang-up", |want| match want {
+        CoreOutput::Control(ControlCommand::HangUp { link: on }) if *on == link => Some(()),
+        _ => None,
+    });
+    for (mode, peer) in [(Mode::Push, moriio_peer()), (Mode::Pull, Arc::default())] {
+        let mut table = closed_prefill(mode).ready();
+        arrive(&mut table, mode, peer);
+        let PrefillAnswer::Rejected { failure: Failure::Mismatch(why), .. } = table.answer() else {
+            panic!("not refused")
+        };
+        assert_eq!(why.to_string(), CLOSED);
+    }
+}

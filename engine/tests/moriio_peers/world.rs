@@ -93,6 +93,9 @@ pub(crate) fn settings() -> CoreSettings {
     CoreSettings { lease: Nanos::from_secs(9), ..CoreSettings::default() }
 }
 
+/// Why a core that deals with no such peers does not.
+pub(crate) const CLOSED: &str = "no MoRIIO here: moriio_peers true";
+
 fn config(role: Role, mode: Mode) -> CoreConfig {
     let (engine, control) = ("10.0.0.1:6300", "tcp://10.0.0.1:6300".into());
     CoreConfig {
@@ -104,6 +107,7 @@ fn config(role: Role, mode: Mode) -> CoreConfig {
             layer_names: (0..LAYERS).map(name).collect(),
             attn_backend: "CPU_ATTN".into(),
             settings: MoriioSettings::default(),
+            closed: None,
         }),
         ..CoreConfig::new(role, engine, Incarnation(5), geometry(), control)
     }
@@ -169,6 +173,25 @@ pub(crate) fn decode(mode: Mode) -> DecodeTable {
         },
     };
     CoreBench::new(Decode::new(config(Role::Decode, mode)), ways)
+}
+
+/// A core that deals with no peers of the kind.
+fn closed(role: Role, mode: Mode) -> CoreConfig {
+    let mut config = config(role, mode);
+    if let Some(moriio) = &mut config.moriio {
+        moriio.closed = Some(CLOSED.into());
+    }
+    config
+}
+
+pub(crate) fn closed_prefill(mode: Mode) -> PrefillTable {
+    let table = prefill(mode);
+    CoreBench { core: Prefill::new(closed(Role::Prefill, mode)), ..table }
+}
+
+pub(crate) fn closed_decode(mode: Mode) -> DecodeTable {
+    let table = decode(mode);
+    CoreBench { core: Decode::new(closed(Role::Decode, mode)), ..table }
 }
 
 impl<M: Machine, A> CoreBench<M, A> {

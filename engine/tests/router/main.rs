@@ -5,6 +5,7 @@ mod closed;
 mod discovery;
 mod examples;
 mod pairs;
+mod signed;
 mod world;
 
 use kvferry_engine::core::Nanos;

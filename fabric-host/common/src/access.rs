@@ -4,7 +4,7 @@ use kvferry_engine::fabric::PeerId;
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 
 /// Who a plane is, from its start or its last reset on.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -37,8 +37,15 @@ pub struct GuestList {
 }
 
 impl GuestList {
-    /// A list of nobody. With `open_door` who is not on it is let in, too, under the key 0.
+    /// A list of nobody. With `open_door` who is not on it is let in, too, under the key 0, which is
+    /// logged once in a process.
     pub fn new(open_door: bool) -> GuestList {
+        static ONCE: Once = Once::new();
+        if open_door {
+            ONCE.call_once(|| {
+                tracing::info!("key 0 is open: peers come in without a hello, as MoRIIO's do");
+            });
+        }
         GuestList { open_door, ..GuestList::default() }
     }
 

@@ -2,7 +2,7 @@
 
 use super::HostPlane;
 use super::submit::InlineCopier;
-use crate::HostConfig;
+use crate::config::{HostConfig, PeerTrust};
 use crate::descriptor::{HostPlaneAddress, this_node};
 use crate::doorbell::WorkerHandle;
 use crate::link::{HostListeners, LinkTls, listen};
@@ -10,7 +10,7 @@ use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
 use crate::worker::HostWorker;
 use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, draw_incarnation, spawn};
-use kvferry_trust::FleetProof;
+use kvferry_trust::{FleetProof, NetworkTrust};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -72,9 +72,12 @@ impl HostPlane {
     /// A setting that cannot be, an address that cannot be listened at, or what the system lacks.
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
-        let proof =
-            FleetProof::open(config.trust.secret_file.as_deref()).map_err(HostError::Config)?;
-        let tls = config.trust.encrypt.then(LinkTls::new).transpose().map_err(HostError::System)?;
+        let PeerTrust { secret_file, encrypt, insecure_network, .. } = &config.trust;
+        let at = ("host", &*config.host);
+        let trust = NetworkTrust::of(at, secret_file.as_deref(), *insecure_network);
+        trust.map_err(HostError::Config)?.announce();
+        let proof = FleetProof::open(secret_file.as_deref()).map_err(HostError::Config)?;
+        let tls = encrypt.then(LinkTls::new).transpose().map_err(HostError::System)?;
         let host = advertised(&config)?;
         let incarnation = draw_incarnation().map_err(HostError::System)?;
         let who = PlaneIdentity { key: config.key.as_str().into(), incarnation };

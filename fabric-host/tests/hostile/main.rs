@@ -9,6 +9,7 @@ mod doorbells;
 mod files;
 mod forged;
 mod greetings;
+mod network;
 mod policy;
 mod processes;
 mod users;

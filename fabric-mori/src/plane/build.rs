@@ -15,7 +15,7 @@ use crate::process::install_last_error;
 use crate::session_opener::MoriSessionOpener;
 use kvferry_engine::fabric::Address;
 use kvferry_fabric_common::{PlaneLedger, draw_incarnation, spawn};
-use kvferry_trust::FleetProof;
+use kvferry_trust::{FleetProof, NetworkTrust};
 use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -76,7 +76,10 @@ impl MoriPlane {
         config.check().map_err(MoriError::Config)?;
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
-        let proof = FleetProof::open(config.secret_file.as_deref()).map_err(MoriError::Config)?;
+        let secret_file = config.secret_file.as_deref();
+        let trust = NetworkTrust::of(("host", &config.host), secret_file, config.insecure_network);
+        trust.map_err(MoriError::Config)?.announce();
+        let proof = FleetProof::open(secret_file).map_err(MoriError::Config)?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
         install_last_error(&shim);
         let ms = |ms: u32| Duration::from_millis(ms.into());

@@ -99,6 +99,7 @@ fn config(role: Role, mode: Mode, moriio: bool, router: bool) -> CoreConfig {
             links_max: 3,
             ..MoriioSettings::default()
         },
+        closed: None,
     });
     let ((engine, incarnation), control) = (frames::OWN, "tcp://10.0.0.1:6300".into());
     CoreConfig {

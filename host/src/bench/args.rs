@@ -4,7 +4,7 @@ use crate::instance::{BackendArg, FabricArg, PlaneConfig, mori_settings};
 use crate::process::{CommandError, name, seconds};
 use clap::{Args, ValueEnum};
 use kvferry_engine::fabric::Direction;
-use kvferry_fabric_host::HostConfig;
+use kvferry_fabric_host::{HostConfig, PeerTrust};
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use std::net::IpAddr;
 use std::time::Duration;
@@ -113,7 +113,11 @@ impl BenchArgs {
         ];
         match given.iter().find(|(_, given)| *given) {
             Some((name, _)) => Err(format!("{name} is for --fabric mori; this is --fabric host")),
-            None => Ok(PlaneConfig::Host(HostConfig::default())),
+            // There is nothing in its memory but patterns.
+            None => {
+                let trust = PeerTrust { insecure_network: true, ..PeerTrust::default() };
+                Ok(PlaneConfig::Host(HostConfig { trust, ..HostConfig::default() }))
+            }
         }
     }
 
@@ -131,7 +135,7 @@ impl BenchArgs {
             None => MoriConfig::default(),
         };
         config.check().map_err(|why| format!("--mori: {why}"))?;
-        Ok(PlaneConfig::Mori(MoriConfig { backend, ..config }))
+        Ok(PlaneConfig::Mori(MoriConfig { backend, insecure_network: true, ..config }))
     }
 
     /// The address that the plane listens at, if this side's end of the connection is at `local`.

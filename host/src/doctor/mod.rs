@@ -9,6 +9,7 @@ mod local_socket;
 mod mori_checks;
 mod peer;
 mod ports;
+mod trust;
 
 pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 
@@ -76,6 +77,13 @@ pub(crate) struct DoctorArgs {
     /// Check this configuration file of `kvferry host`, too
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
+    /// File of the fleet's secret that the server is to have; otherwise as `kvferry host` would take it
+    /// from its file and the environment
+    #[arg(long, value_name = "FILE")]
+    pub(crate) secret_file: Option<PathBuf>,
+    /// The server is to listen where others reach it though there is no secret
+    #[arg(long)]
+    pub(crate) insecure_network: bool,
     /// Print one JSON object per check and line
     #[arg(long)]
     pub(crate) json: bool,
@@ -224,6 +232,7 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
         limits::open_files(limits::of_files()),
         limits::huge_pages(roots),
         ports::host_ip(&args.host_ip),
+        trust::trust(args),
     ];
     checks.extend(ports::listeners(args));
     checks.extend(args.proxy.as_deref().map(ports::proxy));

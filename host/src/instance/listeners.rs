@@ -1,12 +1,12 @@
 //! The control plane of an instance, listening.
 
+use super::{InstanceTrust, TrustSettings};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
 use kvferry_trust::FleetProof;
-use kvferry_wire::{ProvenPlane, WireConfig, ZmqPlane};
+use kvferry_wire::{ProvenPlane, SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
-use std::path::Path;
 
 /// A control plane with the channels that peers of an instance use.
 pub(crate) struct ControlListeners {
@@ -15,6 +15,7 @@ pub(crate) struct ControlListeners {
     pub(crate) notify: Endpoint,
     /// As peers are told.
     pub(crate) address: ZmqAddress,
+    pub(crate) trust: InstanceTrust,
 }
 
 /// Where an instance is to listen, each with the name under which the user gave it.
@@ -53,12 +54,15 @@ impl ControlListeners {
     /// Listens for handshakes and notices, with the fleet's secret of a file if there is one.
     ///
     /// # Errors
-    /// A file that is none, or the address that cannot be had, under the name by which it was given, and what to do.
+    /// A file that is none, or the address that cannot be had, under the name by which it was given, and what to do;
+    /// one that others reach if there is no secret.
     pub(crate) fn new(
         places: ListenAddresses<'_>,
-        secret_file: Option<&Path>,
+        told: &TrustSettings,
     ) -> Result<ControlListeners, String> {
-        let proof = FleetProof::open(secret_file)?;
+        let proof = FleetProof::open(told.peers.secret_file.as_deref())?;
+        let trust = InstanceTrust::of(&places, told)?;
+        trust.announce();
         let (_, host) = places.host;
         let channels =
             [(LinkKind::Handshake, places.handshake.1), (LinkKind::Notify, places.notify.1)];
@@ -76,8 +80,11 @@ impl ControlListeners {
         let (shake, note) = (port_of(&handshake).into(), port_of(&notify).into());
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
+        let signing = FleetProof::open(told.peers.secret_file.as_deref())?;
+        let plane = SignedPlane::new(plane, signing);
         let plane = ProvenPlane::new(plane, proof, address.engine().to_string());
-        Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address })
+        let plane = if trust.moriio_peers { plane } else { plane.without_moriio_peers() };
+        Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address, trust })
     }
 }
 

@@ -11,6 +11,7 @@ mod listeners;
 mod meters;
 mod plane;
 mod setup;
+mod trust;
 
 pub(crate) use fabric_args::{BackendArg, FabricArg, mori_settings};
 pub(crate) use failure_notice::{FailureNotice, ReportedFailure, find_failure};
@@ -25,3 +26,4 @@ pub(crate) use meters::{
 pub use plane::PlaneConfig;
 pub(crate) use plane::StartedPlane;
 pub(crate) use setup::{RankSetup, log_refusal, log_router, log_violation};
+pub(crate) use trust::{InstanceTrust, TrustSettings};

@@ -49,7 +49,9 @@ impl PlaneConfig {
         host: &str,
     ) -> Result<StartedPlane, String> {
         let key = format!("{}-{:x}-tp{rank}", core.engine, core.incarnation.0);
-        self.start_as(key, host, true)
+        // Peers that speak MoRIIO have no hello in which a key could be agreed on.
+        let open_door = core.moriio.as_ref().is_some_and(|moriio| moriio.closed.is_none());
+        self.start_as(key, host, open_door)
     }
 
     /// The plane with a name, which listens at `host`. An open door lets in peers that it was never

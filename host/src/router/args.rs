@@ -7,6 +7,7 @@ use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::router::{ListedInstances, RouterConfig};
+use kvferry_trust::{FleetProof, SecretFile};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -32,6 +33,13 @@ pub(crate) struct RouterArgs {
     /// there is a key, else all
     #[arg(long, value_name = "LIST")]
     pub(crate) instances: Option<String>,
+    /// File of the fleet's secret, by which instances sign their registrations;
+    /// $KVFERRY_SECRET_FILE by default
+    #[arg(long, value_name = "FILE")]
+    pub(crate) secret_file: Option<PathBuf>,
+    /// Take only instances that sign their registrations
+    #[arg(long)]
+    pub(crate) require_signed: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Ask instances over TLS, and not otherwise: their certificates have to be signed by the
@@ -144,8 +152,25 @@ impl RouterArgs {
             retries_max: self.retries,
             legs_max: self.parts_max.saturating_mul(2),
             listed: self.listed()?,
+            // A list that was given is the whole list.
+            lists_signed: self.instances.is_none(),
+            require_signed: self.require_signed,
             ..RouterConfig::default()
         })
+    }
+
+    /// The secret by which registrations are signed, if there is one.
+    ///
+    /// # Errors
+    /// A file that cannot be used, or none where signatures are required.
+    pub(super) fn proof(&self) -> Result<FleetProof, CommandError> {
+        let file = self.secret_file.clone().or_else(SecretFile::of_environment);
+        if self.require_signed && file.is_none() {
+            let text = "--require-signed: there is no secret to check signatures by; give \
+                --secret-file FILE, or KVFERRY_SECRET_FILE, as the instances have it";
+            return Err(CommandError::Input(text.into()));
+        }
+        FleetProof::open(file.as_deref()).map_err(CommandError::Input)
     }
 
     /// Whose registrations are taken: a key of the operator goes to nobody by mistake.
@@ -158,7 +183,7 @@ impl RouterArgs {
         if has_key {
             tracing::info!(
                 "{KEY} is set and --instances is not: only instances that serve at \
-                loopback are taken"
+                loopback, or sign their registrations, are taken"
             );
         }
         Ok(has_key.then(ListedInstances::loopback))

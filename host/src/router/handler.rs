@@ -235,7 +235,8 @@ mod tests {
     use kvferry_engine::core::Nanos;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::router::{Router, RouterConfig};
-    use kvferry_wire::{WireConfig, ZmqPlane};
+    use kvferry_trust::FleetProof;
+    use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
     use std::time::Duration;
 
     /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
@@ -256,7 +257,9 @@ mod tests {
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);
         let clock: kvferry_engine::actors::Clock = Arc::new(|| Nanos(1));
-        let (pool, plane) = (ConnectionPool::new(short, None), Box::new(plane.expect("a plane")));
+        let proof = FleetProof::open(None).expect("no secret");
+        let plane = SignedPlane::new(plane.expect("a plane"), proof);
+        let pool = ConnectionPool::new(short, None);
         let core =
             HttpAdapter::start(router, plane, clock, pool, settings.clone(), metrics.clone());
         RequestHandler {

@@ -24,11 +24,12 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::{ClientId, EngineId, LegId, TransferId};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
-    ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RoutedPrompt, Router,
-    RouterEffect, RouterInput,
+    ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RegistrationProof,
+    RoutedPrompt, Router, RouterEffect, RouterInput,
 };
 use kvferry_engine::effects::perform_control;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
+use kvferry_wire::{SignedEvent, SignedPlane, ZmqPlane};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
@@ -129,7 +130,7 @@ struct InFlightLeg {
 /// Turns effects of the router core into legs, and what becomes of them into inputs.
 pub(crate) struct HttpAdapter {
     core: RouterAddr,
-    plane: Box<dyn ControlPlane>,
+    plane: SignedPlane<ZmqPlane>,
     pool: ConnectionPool,
     settings: Arc<HttpSettings>,
     metrics: RouterMetrics,
@@ -141,7 +142,7 @@ impl HttpAdapter {
     /// Starts the router core, which listens on `plane`.
     pub(crate) fn start(
         router: Router,
-        plane: Box<dyn ControlPlane>,
+        plane: SignedPlane<ZmqPlane>,
         clock: Clock,
         pool: ConnectionPool,
         settings: Arc<HttpSettings>,
@@ -465,15 +466,23 @@ impl PlaneAdapter for HttpAdapter {
 
     fn poll(&mut self, now: Nanos, out: &mut RouterInputQueue) -> NextPoll {
         let mut events = Vec::new();
-        let wake = self.plane.poll(now, &mut events);
-        out.extend(events.into_iter().map(RouterInput::Control));
+        let wake = self.plane.poll_signed(now, &mut events);
+        out.extend(events.into_iter().map(|event| match event {
+            SignedEvent::Control(event) => RouterInput::Control(event),
+            SignedEvent::Proven(link) => {
+                RouterInput::Proof { link, proof: RegistrationProof::Signed }
+            }
+            SignedEvent::Wrong(link, why) => {
+                RouterInput::Proof { link, proof: RegistrationProof::Wrong(why.into()) }
+            }
+        }));
         wake
     }
 
     fn perform(&mut self, _: &Router, effect: RouterEffect, out: &mut RouterInputQueue) {
         match effect {
             RouterEffect::Control(command) => {
-                let events = perform_control(self.plane.as_mut(), command);
+                let events = perform_control(&mut self.plane, command);
                 out.extend(events.map(RouterInput::Control));
             }
             RouterEffect::Dispatch { leg, client, engine, http, pair, body } => {

@@ -52,7 +52,7 @@ use kvferry_engine::actors::{Input, MailboxSender, monotonic_clock};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::router::{RouterConfig, RouterInput};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
-use kvferry_wire::{WireConfig, ZmqPlane};
+use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -79,11 +79,14 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
     let certificate = args.tls.certificate().map_err(CommandError::Input)?;
     let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
-    let (mut plane, discovery) = discovery(&args.discovery)?;
+    let proof = args.proof()?;
+    let (plane, discovery) = discovery(&args.discovery)?;
+    let plane = SignedPlane::new(plane, proof);
+    let mut plane = if args.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    let parts = RouterParts { plane: Box::new(plane), config, settings, pool, certificate, drain };
+    let parts = RouterParts { plane, config, settings, pool, certificate, drain };
     actix::System::new().block_on(run(args, bound, parts))?;
     Ok(Exit::HELD)
 }
@@ -138,7 +141,7 @@ fn announce(
 
 /// What a router is made of, beside its sockets.
 struct RouterParts {
-    plane: Box<dyn ControlPlane>,
+    plane: SignedPlane<ZmqPlane>,
     config: RouterConfig,
     settings: HttpSettings,
     pool: ConnectionPool,

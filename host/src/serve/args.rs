@@ -1,7 +1,7 @@
 //! What an instance is told on the command line.
 
 use crate::instance::limits::limits_given;
-use crate::instance::{FabricArg, Overrides, ProtocolLimits};
+use crate::instance::{FabricArg, Overrides, ProtocolLimits, TrustSettings};
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
 use clap::Args;
@@ -10,12 +10,13 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
+use kvferry_fabric_host::PeerTrust;
 use kvferry_scenarios::cost::StepCost;
 use kvferry_scenarios::run::{
     AllocationOrder, EngineSettings, FabricLimits, InstanceSettings, LoadFailurePolicy,
     MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings,
 };
-use kvferry_trust::SecretFile;
+use kvferry_trust::{SecretFile, insecure_of_environment};
 use std::path::PathBuf;
 
 const ROLES: [(&str, Role); 2] = [("prefill", Role::Prefill), ("decode", Role::Decode)];
@@ -132,6 +133,15 @@ pub(crate) struct ServeArgs {
     /// Encrypt KV between hosts, which both sides have to; needs a secret
     #[arg(long)]
     pub(crate) encrypt: bool,
+    /// Listen where others reach the instance though there is no secret, so that whoever does is
+    /// believed; $KVFERRY_INSECURE_NETWORK by default
+    #[arg(long)]
+    pub(crate) insecure_network: bool,
+    /// Whether there are peers that speak MoRIIO, which can prove nothing; if not given there are,
+    /// unless others are to prove a secret at --host
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
+        default_missing_value = "true")]
+    pub(crate) moriio_peers: Option<bool>,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
@@ -151,9 +161,18 @@ pub(super) struct ServePlan {
 }
 
 impl ServeArgs {
-    /// The file of the fleet's secret, if there is one.
-    pub(super) fn secret_file(&self) -> Option<PathBuf> {
-        self.secret_file.clone().or_else(SecretFile::of_environment)
+    /// Who is answered.
+    ///
+    /// # Errors
+    /// A variable that cannot be.
+    pub(super) fn trust(&self) -> Result<TrustSettings, CommandError> {
+        let insecure = insecure_of_environment().map_err(CommandError::Input)?;
+        let peers = PeerTrust {
+            secret_file: self.secret_file.clone().or_else(SecretFile::of_environment),
+            insecure_network: self.insecure_network || insecure,
+            ..PeerTrust::default()
+        };
+        Ok(TrustSettings { peers, moriio_peers: self.moriio_peers })
     }
 
     /// What the arguments, or the scenario that they name, ask for.

@@ -261,6 +261,7 @@ mod tests {
     use super::super::memory::Backing;
     use super::super::metrics::InstanceMetrics;
     use super::*;
+    use crate::instance::InstanceTrust;
     use clap::Parser;
     use kvferry_engine::actors::{Clock, InstanceBuilder};
     use kvferry_engine::core::Nanos;
@@ -269,6 +270,7 @@ mod tests {
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::message::{Mode, Role};
     use kvferry_engine::core::moriio::MoriioSettings;
+    use kvferry_trust::NetworkTrust;
 
     #[derive(Parser)]
     struct ServeCli {
@@ -283,7 +285,8 @@ mod tests {
         let engine = super::super::engine(&plan, Incarnation(1)).expect("an engine");
         let geometry = kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance);
         let rank = Backing::new(&plan, true).expect("memory").into_rank();
-        let (metrics, registry) = InstanceMetrics::new(Vec::new());
+        let trust = InstanceTrust { network: NetworkTrust::Loopback, moriio_peers: true };
+        let (metrics, registry) = InstanceMetrics::new(Vec::new(), trust);
         let clock: Clock = Arc::new(|| Nanos(1));
         let core = CoreConfig::new(Role::Decode, "d", Incarnation(1), geometry.clone(), "".into());
         let (memory, layers) = (InstanceKv::new(geometry, vec![rank]), plan.model.layers);

@@ -1,6 +1,6 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::instance::{CounterSource, CutCollector, InputCollector, PlaneCollector};
+use crate::instance::{CounterSource, CutCollector, InputCollector, InstanceTrust, PlaneCollector};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
@@ -24,7 +24,10 @@ pub(super) struct InstanceMetrics {
 
 impl InstanceMetrics {
     /// New metrics, and the registry that has them and those of the data planes.
-    pub(super) fn new(planes: Vec<CounterSource>) -> (InstanceMetrics, Registry) {
+    pub(super) fn new(
+        planes: Vec<CounterSource>,
+        trust: InstanceTrust,
+    ) -> (InstanceMetrics, Registry) {
         let metrics = InstanceMetrics::default();
         let mut registry = Registry::with_prefix("kvferry");
         let counters = [
@@ -46,6 +49,7 @@ impl InstanceMetrics {
         registry.register("blocks_held", about, metrics.held.clone());
         let about = "1 if the router can be reached and was sent a registration";
         registry.register("router_registered", about, metrics.registered.clone());
+        trust.register(&mut registry);
         registry.register_collector(Box::new(PlaneCollector::new("host", planes)));
         registry.register_collector(Box::new(InputCollector));
         registry.register_collector(Box::new(CutCollector));

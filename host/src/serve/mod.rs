@@ -15,8 +15,8 @@ mod openai;
 pub(crate) use args::ServeArgs;
 
 use crate::instance::{
-    ControlListeners, CounterSource, FabricArg, InstanceIdentity, ListenAddresses, PlaneConfig,
-    PlaneMeter, RankSetup, StartedPlane, incarnations,
+    ControlListeners, CounterSource, FabricArg, InstanceIdentity, InstanceTrust, ListenAddresses,
+    PlaneConfig, PlaneMeter, RankSetup, StartedPlane, incarnations,
 };
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, raise_open_files,
@@ -72,27 +72,31 @@ async fn serve(
     out: &mut dyn Write,
 ) -> Result<Exit, CommandError> {
     let ends = ShutdownSignals::new()?;
-    let listener = listen(&args.host, args.http_port).await?;
-    let port = listener.local_addr()?.port();
-    let address = format!("{}:{port}", bracketed(&args.host));
-    let secret_file = args.secret_file();
+    let trust = args.trust()?;
     let places = ListenAddresses {
         host: ("--host", &args.host),
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
     };
-    let listeners = ControlListeners::new(places, secret_file.as_deref());
-    let ControlListeners { plane, handshake, notify, address: zmq } =
+    InstanceTrust::of(&places, &trust).map_err(CommandError::Input)?;
+    let listener = listen(&args.host, args.http_port).await?;
+    let port = listener.local_addr()?.port();
+    let address = format!("{}:{port}", bracketed(&args.host));
+    let listeners = ControlListeners::new(places, &trust);
+    let ControlListeners { plane, handshake, notify, address: zmq, trust: admitted } =
         listeners.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
     let state =
         args.state.clone().or_else(incarnations::own_folder).filter(|_| args.handshake_port != 0);
     let incarnation = incarnations::begin(&zmq.engine(), None, state.as_deref());
-    let config = core_config(args, plan, zmq.clone(), &address, &handshake, incarnation);
-    let ranks = (0..config.geometry.tp).map(|rank| rank_parts(args, plan, &config, rank));
+    let closed = admitted.moriio_closed(&zmq.engine());
+    let known_as = (zmq.clone(), &*address, &handshake, closed);
+    let config = core_config(args, plan, known_as, incarnation);
+    let ranks =
+        (0..config.geometry.tp).map(|rank| rank_parts(args, plan, (&config, &trust.peers), rank));
     let ranks = ranks.collect::<Result<Vec<_>, CommandError>>()?;
     let meters = ranks.iter().map(|rank| CounterSource::Here(rank.meter.clone())).collect();
-    let (metrics, registry) = InstanceMetrics::new(meters);
+    let (metrics, registry) = InstanceMetrics::new(meters, admitted);
     let own = InstanceIdentity {
         role: config.role,
         mode: config.mode,
@@ -135,9 +139,7 @@ async fn listen(host: &str, port: u16) -> Result<TcpListener, CommandError> {
 fn core_config(
     args: &ServeArgs,
     plan: &ServePlan,
-    zmq: ZmqAddress,
-    http: &str,
-    handshake: &Endpoint,
+    (zmq, http, handshake, closed): (ZmqAddress, &str, &Endpoint, Option<Arc<str>>),
     incarnation: Incarnation,
 ) -> CoreConfig {
     let name = |layer: u16| args.layer_name.replace("{}", &layer.to_string()).into();
@@ -155,6 +157,7 @@ fn core_config(
             layer_names: (0..plan.model.layers).map(name).collect(),
             attn_backend: "CPU_ATTN".into(),
             settings: MoriioSettings::default(),
+            closed,
         }),
         ..CoreConfig::new(role, engine, incarnation, geometry, handshake.clone())
     }
@@ -170,14 +173,13 @@ struct ServeRank {
 fn rank_parts(
     args: &ServeArgs,
     plan: &ServePlan,
-    core: &CoreConfig,
+    (core, trust): (&CoreConfig, &PeerTrust),
     rank: u16,
 ) -> Result<ServeRank, CommandError> {
-    let secret_file = args.secret_file();
+    let trust = trust.clone();
     let config = match args.fabric {
         FabricArg::Host => {
             let slower = args.private_memory;
-            let trust = PeerTrust { secret_file, encrypt: args.encrypt, ..PeerTrust::default() };
             PlaneConfig::Host(HostConfig { slower, trust, ..HostConfig::default() })
         }
         FabricArg::Mori if args.encrypt => {
@@ -185,7 +187,11 @@ fn rank_parts(
                 "--encrypt: what MoRI moves is not encrypted: leave it out, or give --fabric host";
             return Err(CommandError::Input(why.into()));
         }
-        FabricArg::Mori => PlaneConfig::Mori(MoriConfig { secret_file, ..MoriConfig::default() }),
+        FabricArg::Mori => {
+            let PeerTrust { secret_file, insecure_network, .. } = trust;
+            let config = MoriConfig { secret_file, insecure_network, ..MoriConfig::default() };
+            PlaneConfig::Mori(config)
+        }
     };
     // MoRI takes memory of its own process only.
     let private = args.private_memory || args.fabric == FabricArg::Mori;

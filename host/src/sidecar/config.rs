@@ -10,7 +10,7 @@ use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
 use kvferry_engine::text::nearest;
 use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
-use kvferry_trust::VARIABLE;
+use kvferry_trust::{INSECURE_VARIABLE, VARIABLE};
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt::Display;
@@ -29,11 +29,12 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 13] = [
+const KEYS: [&str; 14] = [
     "socket",
     "metrics",
     "secret_file",
     "encrypt",
+    "insecure_network",
     "log_format",
     "log_level",
     "copiers",
@@ -74,6 +75,11 @@ pub(crate) struct ConfigLayer {
     #[arg(long, value_name = "BOOL", value_parser = encrypt,
         num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     encrypt: Option<bool>,
+    /// Listen where others reach the host though there is no secret, so that whoever does is
+    /// believed; $KVFERRY_INSECURE_NETWORK by default
+    #[arg(long, value_name = "BOOL", value_parser = insecure_network,
+        num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    insecure_network: Option<bool>,
     /// Form of the log, which goes to stderr: text (the default) or json
     #[arg(long, value_name = "FORM", value_parser = log_format)]
     log_format: Option<LogFormat>,
@@ -215,6 +221,10 @@ fn slower(text: &str) -> Result<bool, String> {
     flag("slower", text)
 }
 
+fn insecure_network(text: &str) -> Result<bool, String> {
+    flag("insecure_network", text)
+}
+
 fn uids(text: &str) -> Result<Uids, String> {
     let uid = |uid: &str| {
         uid.parse()
@@ -243,6 +253,7 @@ impl ConfigLayer {
             "metrics" => self.metrics = Some(metrics(text)?),
             "secret_file" => self.secret_file = Some(secret_file(text)?),
             "encrypt" => self.encrypt = Some(encrypt(text)?),
+            "insecure_network" => self.insecure_network = Some(insecure_network(text)?),
             "log_format" => self.log_format = Some(log_format(text)?),
             "log_level" => self.log_level = Some(log_level(text)?),
             "copiers" => self.copiers = Some(copiers(text)?),
@@ -264,6 +275,7 @@ impl ConfigLayer {
             metrics: self.metrics.or(other.metrics),
             secret_file: self.secret_file.or(other.secret_file),
             encrypt: self.encrypt.or(other.encrypt),
+            insecure_network: self.insecure_network.or(other.insecure_network),
             log_format: self.log_format.or(other.log_format),
             log_level: self.log_level.or(other.log_level),
             copiers: self.copiers.or(other.copiers),
@@ -375,6 +387,9 @@ impl HostArgs {
         let env: Vec<_> = env.into_iter().collect();
         let of_fleet = env.iter().find(|(name, value)| name == VARIABLE && !value.is_empty());
         let of_fleet = of_fleet.map(|(_, path)| PathBuf::from(path));
+        let insecure = env.iter().find(|(name, _)| name == INSECURE_VARIABLE);
+        let insecure = insecure.map(|(_, value)| value.to_string_lossy());
+        let insecure = kvferry_trust::is_insecure(insecure.as_deref())?;
         let ours = |(name, value): (OsString, OsString)| {
             let name = name.into_string().ok()?;
             name.starts_with(PREFIX).then_some((name, value))
@@ -413,6 +428,7 @@ impl HostArgs {
                         uids: given.uids.map_or(Vec::new(), |Uids(uids)| uids),
                         secret_file: given.secret_file.or(of_fleet),
                         encrypt: given.encrypt.unwrap_or_default(),
+                        insecure_network: given.insecure_network.unwrap_or(insecure),
                     },
                     ..HostConfig::default()
                 },

@@ -232,11 +232,11 @@ impl Gateway {
         };
         let started = start::start(engine, (&self.workers, &self.operator))?;
         let StartedEngine { instance, own, engine: name, incarnation, .. } = started;
-        let StartedEngine { lease, tallies, worker_plans: away, memory, .. } = started;
+        let StartedEngine { lease, tallies, worker_plans: away, memory, trust, .. } = started;
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
         let records = TransferLog::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (engine.settings.backend(), engine.settings.transfer(), memory);
-        let metrics = SidecarMetrics::new(own.role, own.mode, moved_by, tallies);
+        let metrics = SidecarMetrics::new(own.role, own.mode, moved_by, (tallies, trust));
         let (engine, kept, versions) = (name, (0, 0), VersionRange::OWN);
         let ranks = away.iter().map(|plan| plan.rank).collect();
         let pending = Some((FromHost::Ready { address, lease_ms, incarnation, versions }, ranks));

@@ -4,8 +4,8 @@ use super::gateway::GatewayActor;
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
 use crate::instance::{
-    CounterSource, CutCollector, InputCollector, PATHS, PlaneCollector, PlaneCounters,
-    metrics_answer, metrics_text,
+    CounterSource, CutCollector, InputCollector, InstanceTrust, PATHS, PlaneCollector,
+    PlaneCounters, metrics_answer, metrics_text,
 };
 use crate::process::PatientListener;
 use actix::{Addr, Message};
@@ -72,13 +72,13 @@ pub(super) struct SidecarMetrics {
 }
 
 impl SidecarMetrics {
-    /// Of an engine whose ranks move bytes by the planes of these tallies; and what moves them,
-    /// where its transfer actors are, and how they reach the KV.
+    /// Of an engine whose ranks move bytes by the planes of these tallies; what moves them, where
+    /// its transfer actors are, and how they reach the KV; and who is answered.
     pub(super) fn new(
         role: Role,
         mode: Mode,
         (backend, transfer, memory): (TransferBackend, TransferPlacement, &'static str),
-        tallies: Vec<CounterSource>,
+        (tallies, trust): (Vec<CounterSource>, InstanceTrust),
     ) -> SidecarMetrics {
         // From 0.1 ms up to 100 s.
         let seconds = || Histogram::new(exponential_buckets(1e-4, 2.0, 21));
@@ -98,6 +98,7 @@ impl SidecarMetrics {
             tallies,
         };
         metrics.register(backend, transfer, memory);
+        trust.register(&mut metrics.registry);
         metrics
     }
 

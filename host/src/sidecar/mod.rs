@@ -8,6 +8,7 @@
 mod client;
 mod codec;
 pub(crate) mod config;
+mod early;
 mod export;
 mod fault_injector;
 mod gateway;

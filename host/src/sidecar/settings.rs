@@ -1,18 +1,18 @@
 //! `kv_connector_extra_config`: the keys of vLLM's MoRIIOConnector and ours.
 
 use crate::instance::limits::{self, Overrides};
-use crate::instance::{ListenAddresses, PlaneConfig};
+use crate::instance::{ListenAddresses, PlaneConfig, TrustSettings};
 use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::text::nearest;
-use kvferry_fabric_host::{HostConfig, PeerTrust};
+use kvferry_fabric_host::HostConfig;
 use kvferry_fabric_mori::MoriConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::net::IpAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::str::FromStr;
 
 /// What moves the bytes.
@@ -93,12 +93,19 @@ pub struct ConnectorSettings {
     #[serde(default)]
     pub limits: Overrides,
     /// File of the fleet's secret, in place of the one that the host is told of.
-    // It and what follows are left out where they say nothing: settings are also sent by place.
+    // Who knows fewer settings refuses others, so it is said only if it was set, as what follows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub secret_file: Option<PathBuf>,
     /// Encrypt KV between hosts, also if the host is not told to.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub encrypt: bool,
+    /// Listen where others reach this engine though there is no secret.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub insecure_network: bool,
+    /// Whether there are peers that speak MoRIIO; if it is not said there are, unless others are to
+    /// prove a secret there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moriio_peers: Option<bool>,
 }
 
 impl Default for ConnectorSettings {
@@ -124,6 +131,8 @@ impl Default for ConnectorSettings {
             limits: Overrides::default(),
             secret_file: None,
             encrypt: false,
+            insecure_network: false,
+            moriio_peers: None,
         }
     }
 }
@@ -132,7 +141,7 @@ const NOT_ENCRYPTED: &str = "encrypt = true: leave it out, also of the host's co
     give backend host; nothing encrypts what is moved by";
 
 /// All keys that a user may give.
-const KEYS: [&str; 24] = [
+const KEYS: [&str; 26] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -154,6 +163,8 @@ const KEYS: [&str; 24] = [
     "socket",
     "secret_file",
     "encrypt",
+    "insecure_network",
+    "moriio_peers",
     limits::PROTOCOL,
     limits::CHANNEL,
     limits::OPERATIONS,
@@ -298,6 +309,8 @@ impl ConnectorSettings {
             "socket" => self.socket = text(value)?.into(),
             "secret_file" => self.secret_file = Some(text(value)?.into()),
             "encrypt" => self.encrypt = flag(value)?,
+            "insecure_network" => self.insecure_network = flag(value)?,
+            "moriio_peers" => self.moriio_peers = Some(flag(value)?),
             table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
@@ -364,19 +377,6 @@ impl ConnectorSettings {
         }
     }
 
-    /// Tries whether a host that the connector starts could listen as it is to; whether one that is
-    /// there can is not known here.
-    ///
-    /// # Errors
-    /// The key and its value, why not, and what to do.
-    pub fn try_ports(&self) -> Result<(), String> {
-        if self.host == HostStart::Connect {
-            return Ok(());
-        }
-        let tried = self.places(self.handshake_port, self.notify_port).check_all();
-        tried.map_err(|why| format!("kv_connector_extra_config: {why}"))
-    }
-
     /// What moves the bytes.
     pub fn backend(&self) -> TransferBackend {
         self.backend.unwrap_or(TransferBackend::Host)
@@ -391,15 +391,14 @@ impl ConnectorSettings {
         })
     }
 
-    /// The file of the fleet's secret: of the engine, else of its host.
-    pub(super) fn secret_file<'a>(&'a self, fabric: &'a HostConfig) -> Option<&'a Path> {
-        let own = self.secret_file.as_ref().or(self.mori.secret_file.as_ref());
-        own.or(fabric.trust.secret_file.as_ref()).map(PathBuf::as_path)
-    }
-
-    /// True if KV is encrypted that goes between hosts: by the engine's word, or its host's.
-    pub(super) fn encrypts(&self, fabric: &HostConfig) -> bool {
-        self.encrypt || fabric.trust.encrypt
+    /// Who is answered: what the engine says itself, else what its host was told.
+    pub(super) fn trust(&self, fabric: &HostConfig) -> TrustSettings {
+        let mut peers = fabric.trust.clone();
+        let own = self.secret_file.as_ref().or(self.mori.secret_file.as_ref()).cloned();
+        peers.secret_file = own.or(peers.secret_file);
+        peers.insecure_network |= self.insecure_network || self.mori.insecure_network;
+        peers.encrypt |= self.encrypt;
+        TrustSettings { peers, moriio_peers: self.moriio_peers }
     }
 
     /// The data plane of a rank; `fabric` has what a host was told of host memory.
@@ -407,18 +406,13 @@ impl ConnectorSettings {
     /// # Errors
     /// A setting of MoRI that cannot be.
     pub fn plane(&self, fabric: &HostConfig) -> Result<PlaneConfig, String> {
-        let secret_file = self.secret_file(fabric).map(Path::to_owned);
+        let trust = self.trust(fabric).peers;
         let backend = match self.backend() {
             TransferBackend::Host => {
                 let workers = self.num_workers.into();
-                let trust = PeerTrust {
-                    secret_file,
-                    encrypt: self.encrypts(fabric),
-                    ..fabric.trust.clone()
-                };
                 return Ok(PlaneConfig::Host(HostConfig { workers, trust, ..fabric.clone() }));
             }
-            mori if self.encrypts(fabric) => return Err(format!("{NOT_ENCRYPTED} {mori}")),
+            mori if trust.encrypt => return Err(format!("{NOT_ENCRYPTED} {mori}")),
             TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
             TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
         };
@@ -429,7 +423,8 @@ impl ConnectorSettings {
             post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
             num_workers: self.num_workers.into(),
             host: self.host_ip.clone(),
-            secret_file,
+            secret_file: trust.secret_file,
+            insecure_network: trust.insecure_network,
             ..self.mori.clone()
         };
         let wrong = |why| format!("kv_connector_extra_config: mori: {why}");
@@ -451,6 +446,8 @@ impl ConnectorSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvferry_fabric_host::PeerTrust;
+    use std::path::Path;
 
     #[test]
     fn every_key_is_known() {
@@ -525,7 +522,8 @@ mod tests {
             (r#"{"backend": "rdma", "host_ip": "10.0.0.1", "mori": {"secret_file": "/m"}}"#, "/m"),
         ] {
             let settings = ConnectorSettings::read(given).expect("all of it is known");
-            assert_eq!(settings.secret_file(&fabric), Some(Path::new(file)), "{given}");
+            let proven = settings.trust(&fabric).peers.secret_file;
+            assert_eq!(proven.as_deref(), Some(Path::new(file)), "{given}");
             let plane = match settings.plane(&fabric).expect("it can be") {
                 PlaneConfig::Host(config) => config.trust.secret_file,
                 PlaneConfig::Mori(config) => config.secret_file,

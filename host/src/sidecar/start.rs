@@ -5,7 +5,7 @@ use super::rank::{RankPlan, SidecarRank};
 use super::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
 use super::spec::{ServingEngine, ServingWorker, WorkerRegion};
 use crate::instance::{
-    ControlListeners, CounterSource, InstanceIdentity, ProtocolLimits, incarnations,
+    ControlListeners, CounterSource, InstanceIdentity, InstanceTrust, ProtocolLimits, incarnations,
 };
 use kvferry_engine::actors::InstanceBuilder;
 use kvferry_engine::core::Nanos;
@@ -36,6 +36,8 @@ pub(super) struct StartedEngine {
     pub(super) worker_plans: Vec<RankPlan>,
     /// How the KV is reached.
     pub(super) memory: &'static str,
+    /// Who is answered.
+    pub(super) trust: InstanceTrust,
 }
 
 /// Makes the machines of an engine and their planes.
@@ -53,8 +55,8 @@ pub(super) fn start(
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let [handshake, notify] = ports(engine)?;
-    let secret_file = settings.secret_file(&operator.fabric);
-    let listeners = ControlListeners::new(settings.places(handshake, notify), secret_file)?;
+    let trust = settings.trust(&operator.fabric);
+    let listeners = ControlListeners::new(settings.places(handshake, notify), &trust)?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
     // Nobody will know the engine by ports that it was not given.
     let state = operator.state.as_deref().filter(|_| settings.handshake_port != 0);
@@ -97,7 +99,7 @@ pub(super) fn start(
         backend = %settings.backend(),
         transfer = %settings.transfer(),
         memory,
-        tcp = if settings.encrypts(&operator.fabric) { "encrypted" } else { "plain" },
+        tcp = if trust.peers.encrypt { "encrypted" } else { "plain" },
         "serving an engine"
     );
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
@@ -114,6 +116,7 @@ pub(super) fn start(
         tallies,
         worker_plans: away,
         memory,
+        trust: listeners.trust,
     })
 }
 
@@ -170,6 +173,7 @@ fn core_config(
             // Peers do not look at it.
             attn_backend: attention.unwrap_or_default(),
             settings: settings.moriio.clone(),
+            closed: listeners.trust.moriio_closed(&listeners.address.engine()),
         }),
         ..CoreConfig::new(engine.role, name, incarnation, geometry, listeners.handshake.clone())
     })

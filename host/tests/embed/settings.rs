@@ -75,11 +75,36 @@ fn a_taken_port_is_named_with_its_key_and_what_to_do() {
 fn an_address_of_another_machine_is_named_with_its_key() {
     let host = SidecarProcess::start("foreign");
     let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
+    engine.settings.insecure_network = true;
     // Kept for documentation: no machine has it.
     engine.settings.host_ip = "192.0.2.1".into();
     let (_pool, _worker, mut scheduler) = parts(&host, engine);
     let why = refusal(&mut scheduler);
     assert!(why.contains("host_ip = 192.0.2.1: cannot listen at 192.0.2.1"), "{why}");
+}
+
+#[test]
+fn an_address_that_others_reach_needs_a_secret_or_a_word() {
+    let refused = |name: &str, set: Option<(&str, &str)>, host_ip: &str| {
+        let host = SidecarProcess::with(name, set);
+        let mut engine = engine(Role::Decode, Mode::Push, Sidecar);
+        engine.settings.host_ip = host_ip.into();
+        let (_pool, _worker, mut scheduler) = parts(&host, engine);
+        refusal(&mut scheduler)
+    };
+    let why = refused("trust-none", None, "192.0.2.1");
+    assert!(why.contains("host_ip = 192.0.2.1: others reach this address"), "{why}");
+    for remedy in ["secret_file", "KVFERRY_SECRET_FILE", "insecure_network", "127.0.0.1"] {
+        assert!(why.contains(remedy), "{remedy}: {why}");
+    }
+    // Where it may, it tries.
+    for (name, variable) in [
+        ("trust-host", "KVFERRY_HOST_INSECURE_NETWORK"),
+        ("trust-fleet", "KVFERRY_INSECURE_NETWORK"),
+    ] {
+        let why = refused(name, Some((variable, "true")), "192.0.2.1");
+        assert!(why.contains("cannot listen at 192.0.2.1"), "{why}");
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@ mod certificates;
 mod descriptors;
 mod flood;
 mod key;
+mod network;
 mod panics;
 #[path = "../program/mod.rs"]
 #[allow(dead_code, reason = "other test programs use the rest")]
@@ -16,6 +17,7 @@ mod program;
 #[path = "../router/rig.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod rig;
+mod signed;
 mod socket_folder;
 mod tls;
 

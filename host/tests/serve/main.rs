@@ -196,6 +196,36 @@ fn a_fleet_with_a_secret_serves_as_one_without() {
 }
 
 #[test]
+fn moriio_peers_are_served_where_there_are_some_and_native_ones_everywhere() {
+    let closed: &[&str] = &["--moriio-peers=false"];
+    serves("push", true, closed, "shared-memory");
+    let secret = secret("closed", "0123456789abcdef0123456789abcdef");
+    serves("pull", true, &[closed, &["--secret-file", &secret]].concat(), "shared-memory");
+    let start = |role, more: &[&str]| {
+        ServeProcess::serve(&[&["--role", role, "--mode", "push", "--set", PATIENT], more].concat())
+    };
+    // One side has no such peers: the leg of either fails with why.
+    for (more_p, more_d) in [(closed, &[][..]), (&[], closed)] {
+        let (prefill, decode) = (start("prefill", more_p), start("decode", more_d));
+        let mut pair = ServePair { prefill, decode, mode: "push", native: false, next: 0 };
+        let (id, to_prefill, to_decode) = pair.legs(&prompt(40, 1));
+        let path = "/v1/completions";
+        let (status, body) = pair.decode.post(path, &id, &to_decode);
+        assert_eq!(status, 500, "{body}");
+        assert!(body.contains("moriio_peers"), "{body}");
+        assert_eq!(body.contains("the peer says"), more_d.is_empty(), "{body}");
+        if more_d.is_empty() {
+            let (status, body) = pair.prefill.post(path, &id, &to_prefill);
+            assert_eq!(status, 500, "{body}");
+            assert!(body.contains("moriio_peers"), "{body}");
+        }
+        pair.native = true;
+        let (_, decode) = pair.request(&prompt(40, 2));
+        assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
+    }
+}
+
+#[test]
 fn who_has_another_secret_or_none_is_told_why() {
     let ours = secret("ours", "0123456789abcdef0123456789abcdef");
     let theirs = secret("theirs", "fedcba9876543210fedcba9876543210");

@@ -187,3 +187,28 @@ fn what_is_under_way_fails_with_its_engine() {
     );
     assert!(post().message().contains("the engine is closed"));
 }
+
+#[test]
+fn where_others_reach_it_an_engine_needs_a_secret_or_a_word() {
+    // Kept for documentation: no machine has it.
+    let start = |settings: &CompatSettings| {
+        CompatEngine::start("me", "192.0.2.1", 0, 1, settings).expect_err("it is not here")
+    };
+    let mut settings = CompatSettings::default();
+    let why = start(&settings).to_string();
+    assert!(why.contains("host = 192.0.2.1: others reach this address"), "{why}");
+    assert!(
+        why.contains("KVFERRY_SECRET_FILE") && why.contains("KVFERRY_INSECURE_NETWORK=1"),
+        "{why}"
+    );
+    settings.fabric.trust.insecure_network = true;
+    let why = start(&settings).to_string();
+    assert!(why.contains("cannot listen at 192.0.2.1"), "{why}");
+}
+
+#[test]
+fn a_peer_that_deals_with_no_such_engines_is_heard() {
+    let said = "10.0.0.1:6301 deals with none: its moriio_peers true lets them in";
+    let why = CompatEngineDesc::unpack(said.as_bytes()).expect_err("no address").to_string();
+    assert!(why.contains(&format!("the peer says: {said}")), "{why}");
+}

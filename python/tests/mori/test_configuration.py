@@ -89,6 +89,34 @@ def test_a_port_that_another_process_has_is_told_with_its_key(vllm):
         Config({"handshake_port": port}, **several).__post_init__()
 
 
+def test_an_address_that_others_reach_needs_a_secret_or_a_word(vllm, monkeypatch, tmp_path):
+    # Whatever the ports: several DP ranks have none that are known here.
+    far = {"host_ip": "192.0.2.1"}
+    several = {"data_parallel_size": 2, "data_parallel_size_local": 2}
+    said = "host_ip = 192.0.2.1: others reach this address.* secret_file .*insecure_network"
+    for parallel in ({}, several):
+        with pytest.raises(ValueError, match=said):
+            Config(far, **parallel).__post_init__()
+    assert Config(far | {"insecure_network": True}, **several).__post_init__() == "the class"
+    assert Config(far | {"secret_file": "/s"}, **several).__post_init__() == "the class"
+    # What the host will be told counts as well: by the environment and its file.
+    for name in ("KVFERRY_INSECURE_NETWORK", "KVFERRY_HOST_INSECURE_NETWORK"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "true")
+            assert Config(far, **several).__post_init__() == "the class"
+    file = tmp_path / "host.toml"
+    file.write_text("insecure_network = true")
+    with monkeypatch.context() as patch:
+        patch.setenv("KVFERRY_HOST_CONFIG", str(file))
+        assert Config(far, **several).__post_init__() == "the class"
+    with monkeypatch.context() as patch:
+        patch.setenv("KVFERRY_INSECURE_NETWORK", "perhaps")
+        with pytest.raises(ValueError, match='"perhaps": it has to be true or false'):
+            Config(far).__post_init__()
+    # What a host that is there was told is not known.
+    Config(far | {"host": "connect", "socket": "/s"}).__post_init__()
+
+
 def test_gpus_of_amd_are_served_by_mori(vllm):
     check = importlib.import_module("kvferry.vllm.check")
     assert json.loads(check.given(Config({"http_port": 1}))) == {"http_port": 1}

@@ -118,6 +118,7 @@ def test_a_transfer_is_in_the_metrics_of_vllm(own):
         for series in ("duration_seconds_count", "queue_seconds_count"):
             assert metric(server.port, f"vllm:kvferry_transfer_{series}") > 0
     assert metric(own.prefill.port, "vllm:kvferry_transfers_total") > 0
+    assert metric(own.prefill.port, "vllm:kvferry_trust") == 1
 
 
 def test_hosts_serve_their_own_metrics(own):

@@ -16,6 +16,11 @@ pub struct MoriioConfig {
     pub attn_backend: Arc<str>,
     /// Times and limits.
     pub settings: MoriioSettings,
+    /// Why such peers are not dealt with, which they and their requests are told. Peers that speak
+    /// the native dialect are told by MoRIIO's handshake that this engine does so, too.
+    // Left out where it says nothing: the hash of a trace is also over its settings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub closed: Option<Arc<str>>,
 }
 
 /// Times and limits towards peers that speak MoRIIO.

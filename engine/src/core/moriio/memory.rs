@@ -9,6 +9,9 @@ use crate::core::message::Role;
 use crate::fabric::{Address, RegionDesc};
 use std::sync::Arc;
 
+/// Characters that are kept of why a peer gives no memory.
+const WHY_MAX: usize = 256;
+
 /// Bytes of one block of a layer, if they lie together.
 fn block_bytes(layer: &LayerLayout) -> Option<u64> {
     let [_, connections, tokens, elements] = layer.shape.map(u64::from);
@@ -64,11 +67,13 @@ pub(super) fn replies(
     Ok((metadata, LayerMemory(layers.collect())))
 }
 
-/// What an engine answers that has no words for its memory: that it speaks the native dialect.
+/// What an engine answers that has no words for its memory, or none for such peers: that it speaks
+/// the native dialect.
 pub(super) fn native_only(config: &MoriioConfig) -> (AgentMetadata, LayerMemory) {
     let metadata = AgentMetadata {
         engine_id: config.address.engine().0,
-        engine: [].into(),
+        // Where a peer looks for an address, which tells people why there is none.
+        engine: config.closed.as_deref().unwrap_or_default().as_bytes().into(),
         base_addrs: Vec::new(),
         num_blocks: 0,
         block_len: 0,
@@ -92,6 +97,14 @@ pub(super) fn peer(
     let (geometry, [rank]) = own else {
         return refuse(format_args!("this engine has more than one rank"));
     };
+    if metadata.native && memory.0.is_empty() {
+        let why = String::from_utf8_lossy(&metadata.engine);
+        let why: String = why.chars().filter(|c| !c.is_control()).take(WHY_MAX).collect();
+        return match why.is_empty() {
+            true => refuse(format_args!("the peer has no words of MoRIIO for its memory")),
+            false => refuse(format_args!("the peer says: {why}")),
+        };
+    }
     let Ok(blocks) = u32::try_from(metadata.num_blocks) else {
         return refuse(format_args!("{} blocks", metadata.num_blocks));
     };

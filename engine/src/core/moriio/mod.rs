@@ -147,6 +147,9 @@ impl MoriioPeers {
             return;
         }
         self.replies = match &ranks[..] {
+            _ if self.config.closed.is_some() => {
+                refuse(format_args!("{}", self.config.closed.as_deref().unwrap_or_default()))
+            }
             [rank] => memory::replies(&self.config, rank),
             ranks => {
                 let tp = ranks.len();
@@ -167,12 +170,14 @@ impl MoriioPeers {
         }
     }
 
-    /// Whether legs with peers that speak MoRIIO can be taken.
+    /// Whether a leg with a peer that speaks MoRIIO can be taken.
     ///
     /// # Errors
-    /// Why this engine's memory is of no use to them.
-    pub fn admits(&self) -> Result<(), Failure> {
+    /// Why such peers are not dealt with, or why this engine's memory is of no use to them.
+    pub fn admits(&self, leg: &MoriioLeg) -> Result<(), Failure> {
         match (&self.ranks, &self.replies) {
+            // It names nobody, and will be told so.
+            _ if self.role == Role::Decode && leg.peer.is_none() => Ok(()),
             (Some(_), Err(mismatch)) => Err(Failure::Mismatch(mismatch.clone())),
             _ => Ok(()),
         }
@@ -220,7 +225,8 @@ impl MoriioPeers {
 
     /// Somebody will send notices by this link, unless too many do.
     fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, turn: &mut PeerTurn<'_>) {
-        if self.notify_links.len() < self.config.settings.links_max as usize {
+        let is_full = self.notify_links.len() >= self.config.settings.links_max as usize;
+        if !is_full && self.config.closed.is_none() {
             self.notify_links.insert(link, from);
         } else {
             turn.commands.push(ControlCommand::HangUp { link });

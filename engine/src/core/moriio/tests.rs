@@ -10,6 +10,7 @@ fn peers() -> MoriioPeers {
         layer_names: Vec::new(),
         attn_backend: "CPU_ATTN".into(),
         settings: MoriioSettings::default(),
+        closed: None,
     };
     let mut peers =
         MoriioPeers::new(config, Role::Decode, Arc::new(Geometry::new("m", 1, Vec::new())));

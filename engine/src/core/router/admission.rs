@@ -1,6 +1,7 @@
 //! Which instances may register: those that the operator listed, and of one address no more than
 //! are left for others.
 
+use super::io::RouterConfig;
 use super::rejections::RejectReason;
 use crate::fabric::Endpoint;
 use crate::source::PeerSource;
@@ -107,9 +108,17 @@ fn is_within(address: IpAddr, begin: IpAddr, bits: u8) -> bool {
 }
 
 /// Whether an instance may be known here at all: its prompts, and the key of the operator, go to
-/// where it says that it serves. What it proves of itself is to be looked at here, too.
-pub(super) fn admit(http: &Endpoint, listed: Option<&ListedInstances>) -> Result<(), RejectReason> {
-    match listed.is_none_or(|listed| listed.has(http)) {
+/// where it says that it serves. It is signed if who registered it has proven to know the secret.
+pub(super) fn admit(
+    http: &Endpoint,
+    is_signed: bool,
+    config: &RouterConfig,
+) -> Result<(), RejectReason> {
+    if config.require_signed && !is_signed {
+        return Err(RejectReason::Unsigned);
+    }
+    let is_listed = config.listed.as_ref().is_none_or(|listed| listed.has(http));
+    match is_listed || config.lists_signed && is_signed {
         true => Ok(()),
         false => Err(RejectReason::Unlisted),
     }

@@ -19,12 +19,14 @@ pub(super) struct RegistrationEntry {
     pub(super) zmq: Option<ZmqAddress>,
     /// True if it speaks the native dialect.
     pub(super) native: bool,
+    /// True if who registered it has proven to know the secret.
+    pub(super) signed: bool,
 }
 
 impl RegistrationEntry {
     /// Of an instance that speaks the native dialect only.
     pub(super) fn native(registration: Registration) -> RegistrationEntry {
-        RegistrationEntry { registration, zmq: None, native: true }
+        RegistrationEntry { registration, zmq: None, native: true, signed: false }
     }
 
     /// Of one DP rank of an instance that speaks MoRIIO only.
@@ -54,7 +56,7 @@ impl RegistrationEntry {
             fit: None,
             troubles: Vec::new(),
         };
-        RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false }
+        RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false, signed: false }
     }
 
     /// True if both are of one incarnation of one instance that speaks MoRIIO only: all that a
@@ -153,6 +155,7 @@ pub(super) fn read(parts: &[Vec<u8>]) -> Result<DiscoveryMessage, DiscoveryError
                 registration: *registration,
                 zmq,
                 native: true,
+                signed: false,
             }))
         }
         None => DiscoveryMessage::MoriioRegistration(beat),

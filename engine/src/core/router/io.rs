@@ -8,7 +8,7 @@ use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::layout::Mismatch;
 use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
 use crate::core::time::Nanos;
-use crate::fabric::{ControlEvent, Endpoint};
+use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -23,6 +23,9 @@ number_id!(
 pub enum RouterInput {
     /// A frame or link event of the discovery channel.
     Control(ControlEvent),
+    /// What who speaks on a link of the discovery channel has proven, as the shell has checked it:
+    /// the core knows no secrets.
+    Proof { link: LinkId, proof: RegistrationProof },
     /// A registration that did not come as a frame, e.g. of a static instance.
     Register(Registration),
     /// A client sent a request.
@@ -41,6 +44,15 @@ pub enum RouterInput {
     Drain,
     /// A deadline may be due.
     Tick,
+}
+
+/// What a proof says of registrations.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum RegistrationProof {
+    /// Those that follow on the link are signed by who knows the fleet's secret.
+    Signed,
+    /// One was signed by somebody else, or changed on its way, and was dropped; why.
+    Wrong(Arc<str>),
 }
 
 /// What a client wants.
@@ -275,6 +287,12 @@ pub struct RouterConfig {
     /// The instances that may register; none lets all.
     #[serde(skip)]
     pub listed: Option<ListedInstances>,
+    /// Instances that sign their registrations may register though they are not listed.
+    #[serde(skip)]
+    pub lists_signed: bool,
+    /// No others may register.
+    #[serde(skip)]
+    pub require_signed: bool,
 }
 
 impl RouterConfig {
@@ -306,6 +324,8 @@ impl Default for RouterConfig {
             prefix_tokens: 512,
             prefixes_max: 65_536,
             listed: None,
+            lists_signed: false,
+            require_signed: false,
         }
     }
 }

@@ -111,6 +111,8 @@ pub struct Router {
     rejections: Rejections,
     /// Whence links came, as far as known.
     from: BTreeMap<LinkId, Endpoint>,
+    /// Links of who has proven to know the secret.
+    signed: BTreeSet<LinkId>,
 }
 
 impl Router {
@@ -127,6 +129,7 @@ impl Router {
             draining: false,
             rejections: Rejections::default(),
             from: BTreeMap::new(),
+            signed: BTreeSet::new(),
         }
     }
 
@@ -178,6 +181,7 @@ impl Router {
             },
             ControlEvent::LinkDown { link } => {
                 self.from.remove(&link);
+                self.signed.remove(&link);
                 self.dispatcher.registry.unlink(link);
             }
             ControlEvent::LinkUp { link, from, .. } => {
@@ -197,8 +201,8 @@ impl Router {
             let why = "dp_size above the number of instances that the router takes";
             return self.reject(turn.now, &beat.http().0, RejectReason::DataParallel, why);
         }
-        let listed = self.dispatcher.config.listed.as_ref();
-        if let Err(reason) = admission::admit(beat.http(), listed) {
+        let is_signed = self.signed.contains(&link);
+        if let Err(reason) = admission::admit(beat.http(), is_signed, &self.dispatcher.config) {
             return self.reject(turn.now, &beat.http().0, reason, &reason.to_string());
         }
         let entries = self.dispatcher.registry.entries(beat);
@@ -237,16 +241,19 @@ impl Router {
 
     fn register(
         &mut self,
-        entry: RegistrationEntry,
+        mut entry: RegistrationEntry,
         link: Option<LinkId>,
         turn: &mut RouterTurn<'_>,
     ) -> Result<(), RejectReason> {
+        entry.signed = link.is_some_and(|link| self.signed.contains(&link));
+        // What did not come by a link is the operator's.
+        let is_trusted = entry.signed || link.is_none();
         let (draining, native) = (entry.registration.draining, entry.native);
         let http = entry.registration.http.clone();
         let source = link.and_then(|link| self.source(link));
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
-        let registered = admission::admit(&http, config.listed.as_ref())
+        let registered = admission::admit(&http, is_trusted, config)
             .and_then(|()| registry.register(turn.now, (entry, source), config));
         let (instance_id, replaced) = match registered {
             Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
@@ -330,6 +337,13 @@ impl Machine for Router {
         self.fire(turn);
         match input {
             RouterInput::Control(event) => self.control(event, turn),
+            RouterInput::Proof { link, proof: RegistrationProof::Signed } => {
+                self.signed.insert(link);
+            }
+            RouterInput::Proof { link, proof: RegistrationProof::Wrong(why) } => {
+                let from = stranger(link, self.from.get(&link));
+                self.reject(turn.now, &from, RejectReason::WrongSignature, &why);
+            }
             RouterInput::Register(registration) => {
                 let _listed = self.register(RegistrationEntry::native(registration), None, turn);
             }
@@ -355,7 +369,10 @@ impl Machine for Router {
     fn gauges(&self) -> Gauges {
         let rejected: u64 = self.dispatcher.counters.rejected.values().sum();
         let requests = self.requests.values().map(RouterRequest::entries).sum::<usize>();
-        let remembered = self.dispatcher.remembered() + self.from.len() + self.rejections.len();
+        let remembered = self.dispatcher.remembered()
+            + self.from.len()
+            + self.signed.len()
+            + self.rejections.len();
         Gauges {
             transfers: self.requests.len() as u32,
             queued: self.waits() as u32,

@@ -8,7 +8,7 @@ use super::prefixes::PrefixMemory;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::MoriioRegistration;
-use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, TP_MAX};
+use crate::core::ids::{ClientId, EngineId, Incarnation, LegId};
 use crate::core::layout::{LayoutDigest, Mismatch};
 use crate::core::message::{Registration, Role, TROUBLES_MAX};
 use crate::core::recent_set::RecentSet;
@@ -18,9 +18,6 @@ use crate::source::PeerSource;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-
-/// Longest name of an engine or endpoint, in bytes.
-const TEXT_MAX: usize = 512;
 
 /// One incarnation of one engine core as the router numbers it; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -35,6 +32,8 @@ pub(super) struct RegisteredInstance {
     pub(super) zmq: Option<ZmqAddress>,
     /// True if it speaks the native dialect.
     pub(super) native: bool,
+    /// True if who registered it has proven to know the secret.
+    pub(super) signed: bool,
     /// True until it answered a probe.
     pub(super) unproven: bool,
     /// Whence it registered first, if that is known.
@@ -95,7 +94,7 @@ impl RegisteredInstance {
     /// What it said last.
     fn entry(&self) -> RegistrationEntry {
         let (registration, zmq) = (self.registration.clone(), self.zmq.clone());
-        RegistrationEntry { registration, zmq, native: self.native }
+        RegistrationEntry { registration, zmq, native: self.native, signed: self.signed }
     }
 
     /// What the other side of a transfer has to know.
@@ -143,6 +142,8 @@ enum InstancePresence {
 struct InstanceRecord {
     incarnation: Incarnation,
     sequence: u64,
+    /// True if who said so has proven to know the secret.
+    signed: bool,
     place: InstancePresence,
     /// A registration of an incarnation that seems to be before this one, heard when this one was
     /// over.
@@ -189,7 +190,7 @@ impl Registry {
     ) -> Result<RegisterOutcome, RejectReason> {
         entry.registration.troubles.truncate(TROUBLES_MAX);
         let registration = &entry.registration;
-        check(registration)?;
+        well_formed::check(registration)?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
         let mut replaced = Vec::new();
         if let Some(known) = self.known.get_mut(&registration.engine) {
@@ -199,7 +200,14 @@ impl Registry {
                 }
                 InstancePresence::Left => true,
             };
+            let is_known = matches!(known.place, InstancePresence::Live(_));
+            if known.signed && !entry.signed && is_known {
+                return Err(RejectReason::SignedBefore);
+            }
+            // What anybody could say is not held against who has proven to know the secret.
+            let is_first_signed = entry.signed && !known.signed;
             let is_stale = match incarnation.cmp(&known.incarnation) {
+                _ if is_first_signed => false,
                 Ordering::Less => !is_over || !known.clock_went_back(incarnation, sequence),
                 Ordering::Equal => sequence <= known.sequence,
                 Ordering::Greater => false,
@@ -208,7 +216,9 @@ impl Registry {
                 return Ok(RegisterOutcome::Stale);
             }
             match known.place {
-                InstancePresence::Live(instance_id) if known.incarnation == incarnation => {
+                InstancePresence::Live(instance_id)
+                    if known.incarnation == incarnation && !is_first_signed =>
+                {
                     let instance =
                         self.instances.get_mut(&instance_id).expect("a live name has a slot");
                     refresh(instance, now, entry)?;
@@ -238,10 +248,10 @@ impl Registry {
         for instance_id in &replaced {
             self.instance_mut(*instance_id).lost = true;
         }
-        let engine = registration.engine.clone();
+        let (engine, signed) = (registration.engine.clone(), entry.signed);
         let instance_id = (!draining).then(|| self.insert(now, (entry, source), config));
         let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
-        let record = InstanceRecord { incarnation, sequence, place, set_back: None };
+        let record = InstanceRecord { incarnation, sequence, signed, place, set_back: None };
         self.known.insert(engine.clone(), record);
         self.left.remove(&engine);
         if draining {
@@ -270,8 +280,12 @@ impl Registry {
                 && place(&instance.registration) == wanted
         });
         let Some((instance_id, old)) = here.next() else { return Ok(None) };
-        let born = |native: bool, it: &Registration| (native, it.incarnation);
-        if born(new.native, &new.registration) > born(old.native, &old.registration) {
+        let born = |signed: bool, native: bool, it: &Registration| (signed, native, it.incarnation);
+        if old.signed && !new.signed {
+            Err(RejectReason::SignedBefore)
+        } else if born(new.signed, new.native, &new.registration)
+            > born(old.signed, old.native, &old.registration)
+        {
             Ok(Some(*instance_id))
         } else {
             Err(RejectReason::Superseded)
@@ -346,7 +360,9 @@ impl Registry {
             }) = self.known.get(engine)
                 && before < incarnation
             {
-                self.instances.get_mut(instance_id).expect("a live name has a slot").lost = true;
+                let instance = self.instances.get_mut(instance_id).expect("a live name has a slot");
+                // Only who is signed replaces who was.
+                instance.lost |= !instance.signed;
             }
         }
     }
@@ -357,7 +373,7 @@ impl Registry {
         (entry, source): (RegistrationEntry, Option<PeerSource>),
         config: &RouterConfig,
     ) -> InstanceId {
-        let RegistrationEntry { registration, zmq, native } = entry;
+        let RegistrationEntry { registration, zmq, native, signed } = entry;
         let instance_id = InstanceId(self.next_instance);
         self.next_instance += 1;
         self.instances.insert(
@@ -366,6 +382,7 @@ impl Registry {
                 registration,
                 zmq,
                 native,
+                signed,
                 unproven: false,
                 source,
                 registered: now,
@@ -558,39 +575,7 @@ fn refresh(
     Ok(())
 }
 
-fn check(registration: &Registration) -> Result<(), RejectReason> {
-    let Registration { engine, http, control, dp_rank, dp_size, tp, fit, .. } = registration;
-    if engine.0.is_empty() || engine.0.len() > TEXT_MAX || engine.0.contains(char::is_control) {
-        return Err(RejectReason::Name);
-    }
-    if !is_endpoint(&http.0) || !is_endpoint(&control.0) {
-        return Err(RejectReason::Endpoint);
-    }
-    if dp_rank >= dp_size {
-        return Err(RejectReason::DataParallel);
-    }
-    if !(1..=TP_MAX).contains(tp) {
-        return Err(RejectReason::TensorParallel);
-    }
-    if fit.as_ref().is_some_and(|fit| fit.check(fit).is_err()) {
-        return Err(RejectReason::Fit);
-    }
-    Ok(())
-}
-
-/// An endpoint may name its host and scheme as it likes; only what would break a header or can
-/// never be dialled is refused.
-fn is_endpoint(text: &str) -> bool {
-    let plain = |c: char| !c.is_control() && !c.is_whitespace();
-    let port_fits = match text.rsplit_once(':') {
-        Some((_, port)) if !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit()) => {
-            port.parse::<u16>().is_ok_and(|port| port > 0)
-        }
-        _ => true,
-    };
-    !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
-}
-
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;
+mod well_formed;

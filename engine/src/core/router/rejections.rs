@@ -40,9 +40,15 @@ pub enum RejectReason {
     Unlisted,
     /// As many instances registered from its address as are left for others.
     Share,
+    /// It is not signed, and only such are taken.
+    Unsigned,
+    /// Its signature is not of who knows the secret, or is of something else.
+    WrongSignature,
+    /// It is not signed, and one that was has its name or its HTTP address.
+    SignedBefore,
 }
 
-pub(super) const REASONS: usize = RejectReason::Share as usize + 1;
+pub(super) const REASONS: usize = RejectReason::SignedBefore as usize + 1;
 
 impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -61,6 +67,9 @@ impl fmt::Display for RejectReason {
             RejectReason::Superseded => "a newer engine serves at its HTTP address",
             RejectReason::Unlisted => "not listed",
             RejectReason::Share => "share of its address is full",
+            RejectReason::Unsigned => "not signed",
+            RejectReason::WrongSignature => "wrong signature",
+            RejectReason::SignedBefore => "not signed, and a signed instance is there",
         })
     }
 }

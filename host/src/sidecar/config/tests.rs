@@ -41,11 +41,12 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 13] = [
+const SAID: [(&str, &str, [&str; 3]); 14] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
     ("encrypt", "false", ["true", "false", "true"]),
+    ("insecure_network", "false", ["true", "false", "true"]),
     ("log_format", "text", ["json", "text", "json"]),
     ("log_level", "info", ["error", "debug", "trace"]),
     ("copiers", "2", ["3", "4", "5"]),
@@ -75,6 +76,7 @@ fn value(config: &SidecarConfig, key: &str) -> String {
             .secret_file
             .as_ref()
             .map_or(String::new(), |path| path.display().to_string()),
+        "insecure_network" => fabric.trust.insecure_network.to_string(),
         "copiers" => fabric.copiers.to_string(),
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
@@ -127,6 +129,23 @@ fn the_fleet_s_variable_names_the_secret_where_nothing_else_does() {
         let config = parsed(&[]).resolve(env(&set)).expect("valid");
         assert_eq!(config.operator.fabric.trust.secret_file.as_deref(), expected.map(Path::new));
     }
+}
+
+#[test]
+fn the_fleet_s_variable_says_insecure_where_nothing_else_does() {
+    let fleet = |value| (String::from(INSECURE_VARIABLE), value);
+    let own = (variable("insecure_network"), "false");
+    for (set, expected) in [
+        (vec![fleet("")], false),
+        (vec![fleet("1")], true),
+        (vec![fleet("true")], true),
+        (vec![fleet("1"), own], false),
+    ] {
+        let config = parsed(&[]).resolve(env(&set)).expect("valid");
+        assert_eq!(config.operator.fabric.trust.insecure_network, expected, "{set:?}");
+    }
+    let why = parsed(&[]).resolve(env(&[fleet("on")])).expect_err("neither");
+    assert_eq!(why, "KVFERRY_INSECURE_NETWORK = \"on\": it has to be true or false");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! A gateway without connections.
 
 use super::*;
+use crate::instance::InstanceTrust;
 use crate::sidecar::settings::{TransferBackend, TransferPlacement};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::ids::TransferKey;
@@ -11,13 +12,15 @@ use tokio::sync::mpsc::{Receiver, channel};
 /// A gateway of an engine that is served, and what its scheduler is told.
 fn gateway(role: Role) -> (Gateway, Receiver<FromHost>) {
     let mode = Mode::Push;
+    let trust =
+        InstanceTrust { network: kvferry_trust::NetworkTrust::Loopback, moriio_peers: true };
     let moved_by = (TransferBackend::Host, TransferPlacement::Sidecar, "memory files");
     let address = ZmqAddress { host: "127.0.0.1".into(), handshake: 1, notify: 2 };
     let serving = ActiveEngine {
         own: InstanceIdentity { role, mode, address, ports: Default::default() },
         engine: "e".into(),
         records: TransferLog::new(role, mode, 1, KEPT),
-        metrics: SidecarMetrics::new(role, mode, moved_by, Vec::new()),
+        metrics: SidecarMetrics::new(role, mode, moved_by, (Vec::new(), trust)),
         pending: None,
         kept: (0, 0),
     };

@@ -27,6 +27,6 @@ def _check_early() -> None:
             if hasattr(config, "kv_transfer_config") and hasattr(config, "parallel_config"):
                 from kvferry.vllm.check import check
 
-                check(config, with_ports=True)
+                check(config, before_start=True)
                 return
         frame = frame.f_back

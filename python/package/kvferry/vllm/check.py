@@ -4,7 +4,7 @@ import json
 
 from vllm.platforms import current_platform
 
-from kvferry._native import check_ports, settings
+from kvferry._native import check_address, settings
 
 
 def given(vllm_config) -> str:
@@ -15,9 +15,9 @@ def given(vllm_config) -> str:
     return json.dumps(keys)
 
 
-def check(vllm_config, with_ports: bool = False) -> None:
-    """Raises ValueError for what is wrong, and what to do about it. `with_ports` also tries whether the
-    ports that were given can be listened at, before there is a host that does."""
+def check(vllm_config, before_start: bool = False) -> None:
+    """Raises ValueError for what is wrong, and what to do about it. `before_start` also tries whether
+    a host may listen at the address, and can at the ports that were given, before there is one that does."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     if transfer.kv_role not in ("kv_producer", "kv_consumer"):
         raise ValueError(
@@ -36,6 +36,6 @@ def check(vllm_config, with_ports: bool = False) -> None:
         raise ValueError(f"KvferryConnector does not support {', '.join(wrong)}")
     keys = given(vllm_config)
     settings(keys)
-    # Which ports a DP rank has is known in its process.
-    if with_ports and parallel.data_parallel_size == 1:
-        check_ports(keys)
+    if before_start:
+        # Which ports a DP rank has is known in its process.
+        check_address(keys, parallel.data_parallel_size == 1)

@@ -10,6 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from kvferry._native import answered
+from kvferry.vllm.check import given
+
 # A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and bytes
 # that were moved meanwhile, by path.
 Ended = tuple[str, str | None, float | None, float | None, list[tuple[str, int]]]
@@ -145,6 +148,17 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
                 "blocks_quarantined", "KV blocks that bytes of a failed transfer may still land in."
             ),
         }
+        # Where the connector does not start the host, that one knows it.
+        if (who := answered(given(vllm_config))) is not None:
+            network, moriio_peers = who
+            trust = self._gauge_cls(
+                name="vllm:kvferry_trust",
+                documentation="Who is answered at the ports of the engine's host.",
+                multiprocess_mode="mostrecent",
+                labelnames=[*labelnames, "network", "moriio_peers"],
+            )
+            for values in per_engine_labelvalues.values():
+                trust.labels(*values, network, str(moriio_peers).lower()).set(1)
         # Rates need a series before the first transfer.
         for values in per_engine_labelvalues.values():
             for outcome in OUTCOMES:

@@ -1,3 +1,4 @@
+use super::well_formed::{TEXT_MAX, is_endpoint};
 use super::*;
 use crate::core::message::Mode;
 

@@ -1,0 +1,43 @@
+//! What a registration has to be to be of any use.
+
+use crate::core::ids::TP_MAX;
+use crate::core::message::Registration;
+use crate::core::router::rejections::RejectReason;
+
+/// Longest name of an engine or endpoint, in bytes.
+pub(super) const TEXT_MAX: usize = 512;
+
+/// # Errors
+/// What of a registration no instance can be.
+pub(super) fn check(registration: &Registration) -> Result<(), RejectReason> {
+    let Registration { engine, http, control, dp_rank, dp_size, tp, fit, .. } = registration;
+    if engine.0.is_empty() || engine.0.len() > TEXT_MAX || engine.0.contains(char::is_control) {
+        return Err(RejectReason::Name);
+    }
+    if !is_endpoint(&http.0) || !is_endpoint(&control.0) {
+        return Err(RejectReason::Endpoint);
+    }
+    if dp_rank >= dp_size {
+        return Err(RejectReason::DataParallel);
+    }
+    if !(1..=TP_MAX).contains(tp) {
+        return Err(RejectReason::TensorParallel);
+    }
+    if fit.as_ref().is_some_and(|fit| fit.check(fit).is_err()) {
+        return Err(RejectReason::Fit);
+    }
+    Ok(())
+}
+
+/// An endpoint may name its host and scheme as it likes; only what would break a header or can
+/// never be dialled is refused.
+pub(super) fn is_endpoint(text: &str) -> bool {
+    let plain = |c: char| !c.is_control() && !c.is_whitespace();
+    let port_fits = match text.rsplit_once(':') {
+        Some((_, port)) if !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit()) => {
+            port.parse::<u16>().is_ok_and(|port| port > 0)
+        }
+        _ => true,
+    };
+    !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
+}

@@ -1,0 +1,84 @@
+//! Who is answered at the ports of an instance, for the start, the log and the metrics.
+
+use super::ListenAddresses;
+use kvferry_engine::core::ids::EngineId;
+use kvferry_fabric_host::PeerTrust;
+use kvferry_trust::{NetworkTrust, is_loopback};
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::registry::Registry;
+use std::sync::{Arc, Once};
+
+/// Who is answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InstanceTrust {
+    /// What is between the ports and the network.
+    pub(crate) network: NetworkTrust,
+    /// Peers that speak MoRIIO, and can prove nothing.
+    pub(crate) moriio_peers: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TrustLabels {
+    network: &'static str,
+    moriio_peers: &'static str,
+}
+
+/// What an instance is told of who is answered.
+#[derive(Clone, Debug)]
+pub(crate) struct TrustSettings {
+    pub(crate) peers: PeerTrust,
+    /// Whether there are peers that speak MoRIIO. If it is not said there are, unless others are to
+    /// prove a secret there.
+    pub(crate) moriio_peers: Option<bool>,
+}
+
+impl InstanceTrust {
+    /// Of who is to listen there.
+    ///
+    /// # Errors
+    /// The setting, an address that others reach with nothing between, and what to do.
+    pub(crate) fn of(
+        places: &ListenAddresses<'_>,
+        TrustSettings { peers, moriio_peers }: &TrustSettings,
+    ) -> Result<InstanceTrust, String> {
+        let secret_file = peers.secret_file.as_deref();
+        let network = NetworkTrust::of(places.host, secret_file, peers.insecure_network)?;
+        // A name without an address is said where it is listened at.
+        let is_open =
+            network != NetworkTrust::Secret || is_loopback(places.host.1).unwrap_or(false);
+        Ok(InstanceTrust { network, moriio_peers: moriio_peers.unwrap_or(is_open) })
+    }
+
+    /// Why peers that speak MoRIIO are not dealt with by the engine at an address, if they are not.
+    pub(crate) fn moriio_closed(self, engine: &EngineId) -> Option<Arc<str>> {
+        let why = || {
+            format!(
+                "{engine} deals with no peers that speak MoRIIO, which cannot prove the fleet's \
+                 secret: its moriio_peers true lets them in"
+            )
+        };
+        (!self.moriio_peers).then(|| why().into())
+    }
+
+    /// Logs what is not proven though there is a secret or because there is none, each once in a
+    /// process.
+    pub(crate) fn announce(self) {
+        static ONCE: Once = Once::new();
+        self.network.announce();
+        if self.network == NetworkTrust::Secret && self.moriio_peers {
+            ONCE.call_once(|| {
+                tracing::warn!("peers that speak MoRIIO are answered, and prove no secret");
+            });
+        }
+    }
+
+    /// Adds the series that says it.
+    pub(crate) fn register(self, registry: &mut Registry) {
+        let trust: Family<TrustLabels, Gauge> = Family::default();
+        let moriio_peers = if self.moriio_peers { "true" } else { "false" };
+        trust.get_or_create(&TrustLabels { network: self.network.name(), moriio_peers }).set(1);
+        registry.register("trust", "Who is answered at the ports of this process", trust);
+    }
+}

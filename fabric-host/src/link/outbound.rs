@@ -44,7 +44,10 @@ impl HostReadSource {
     }
 
     /// Copies ranges, at most a chunk, of an operation of so many bytes into a region of ours.
-    pub(crate) fn read(
+    ///
+    /// # Safety
+    /// The ranges are inside the `len` bytes of this and inside the region.
+    pub(crate) unsafe fn read(
         &self,
         chunk: (&[CopySlice], u64),
         into: &HostRegion,
@@ -54,7 +57,9 @@ impl HostReadSource {
             return HostCopyStatus::Refused;
         }
         let Some(_registered) = into.hold() else { return HostCopyStatus::Destination };
-        match copy(chunk, &self.reach, &into.reach, scratch) {
+        // SAFETY: The ranges are the caller's promise. What is read is kept by `self`, what is
+        // written is registered as long as it is held.
+        match unsafe { copy(chunk, &self.reach, &into.reach, scratch) } {
             Err(CopyFault::Source) => HostCopyStatus::Source,
             Err(CopyFault::Destination) => HostCopyStatus::Destination,
             // What was read of a region that is gone may be anything.

@@ -118,8 +118,9 @@ impl HostRegion {
     pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<HostRegion, FabricError> {
         let (mut file, mut proof) = (None, None);
         let reach = match memory {
-            Memory::Own { base, len } => {
-                match sys::probe_process(std::process::id(), base, len) {
+            Memory::Own(range) => {
+                let base = range.base();
+                match sys::probe_process(std::process::id(), base, range.len()) {
                     // Where the kernel does not say, the owner's word has to do.
                     Ok(()) | Err(Errno::PERM | Errno::NOSYS) => {
                         HostMemoryAccess::Here { base, map: None }
@@ -151,6 +152,12 @@ impl HostRegion {
                 file = Some(theirs);
                 map.enter_pages();
                 HostMemoryAccess::Here { base: map.start() as u64, map: Some(map) }
+            }
+            // What writes to other processes is not to write to this one.
+            Memory::OtherProcess { pid, .. } if pid == std::process::id() => {
+                return Err(backend(format!(
+                    "memory of process {pid}, which is this one: register it as its own"
+                )));
             }
             Memory::OtherProcess { pid, base, len } => {
                 let process = PidfdProcess::open(pid)

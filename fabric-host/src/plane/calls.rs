@@ -67,12 +67,16 @@ impl DataPlane for HostPlane {
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
         let base = match memory {
-            Memory::Own { base, .. } | Memory::OtherProcess { base, .. } => base,
+            Memory::Own(range) => range.base(),
+            Memory::OtherProcess { base, .. } => base,
             Memory::MemFd { fd, .. } if fd >= 0 => 0,
             Memory::MemFd { fd, .. } => return invalid(format!("descriptor {fd}")),
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
         self.ledger.check_register(region, memory, base)?;
+        if let Some(why) = memory.unproven() {
+            return invalid(why);
+        }
         let made = HostRegion::new(region, self.hub.next_token(), memory).and_then(|made| {
             let made = Arc::new(made);
             self.hub.add_region(&made).map(|()| made)

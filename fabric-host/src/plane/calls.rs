@@ -192,6 +192,11 @@ impl DataPlane for HostPlane {
         if let Some(bell) = self.hub.bell() {
             bell.hear();
         }
+        if self.idle_polls >= STRAYS_EVERY {
+            // Ahead of looking: what is heard may be no stray.
+            self.idle_polls = 0;
+            self.hear_strays();
+        }
         self.take_worker_events();
         let news = !self.ledger.events.is_empty();
         out.extend(self.ledger.events.drain(..));
@@ -202,13 +207,8 @@ impl DataPlane for HostPlane {
         if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
             return NextPoll::Ready;
         }
-        if !news {
-            // Now and then: it takes a system call, and fewer strays than that fill no bell.
-            self.idle_polls = self.idle_polls.wrapping_add(1);
-            if self.idle_polls.is_multiple_of(STRAYS_EVERY) {
-                self.hear_strays();
-            }
-        }
+        // Now and then strays are looked for: it takes a system call, and fewer fill no bell.
+        self.idle_polls += u32::from(!news);
         next_poll(now, self.next_deadline())
     }
 }

@@ -129,7 +129,9 @@ impl HostRegion {
                 }
             }
             Memory::MemFd { fd, len } if fd >= 0 => {
-                // SAFETY: The owner passes a descriptor of its own; a wrong one is an error below.
+                // SAFETY: It is not used beyond the copy that is made of it next. What is none is an
+                // error; one of somebody else is copied as any code of this process can do by
+                // /proc/self/fd, and used only if it is a memory file that cannot shrink.
                 let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
                 let ours = fcntl_dupfd_cloexec(theirs, 0)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;

@@ -19,6 +19,10 @@
 //! assert!(!limit.fits(&used, &one));
 //! ```
 
+mod memory;
+
+pub use memory::{Memory, OwnMemory};
+
 use crate::core::ids::{number_id, text_id};
 use crate::core::time::Nanos;
 use serde::{Deserialize, Serialize};
@@ -96,61 +100,6 @@ pub fn bracketed(host: &str) -> Cow<'_, str> {
     match host.contains(':') && !host.starts_with('[') {
         true => format!("[{host}]").into(),
         false => host.into(),
-    }
-}
-
-/// Memory that holds KV; sizes in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Memory {
-    /// Memory of this process.
-    Own {
-        /// Address of the first byte.
-        base: u64,
-        /// Length in bytes.
-        len: u64,
-    },
-    /// A sealed memory file that both sides can map.
-    MemFd {
-        /// File descriptor in this process.
-        fd: i32,
-        /// Length in bytes.
-        len: u64,
-    },
-    /// Memory of another process on this host (cross-memory attach).
-    OtherProcess {
-        /// Its owner, as this process sees its number.
-        pid: u32,
-        /// First byte in the owner's address space.
-        base: u64,
-        /// Length in bytes.
-        len: u64,
-    },
-    /// GPU memory.
-    Device {
-        /// Device pointer of HIP.
-        base: u64,
-        /// Length in bytes.
-        len: u64,
-        /// Ordinal of the device in HIP.
-        device: u32,
-    },
-}
-
-impl Memory {
-    /// Length in bytes.
-    pub const fn len(&self) -> u64 {
-        match *self {
-            Memory::Own { len, .. }
-            | Memory::MemFd { len, .. }
-            | Memory::OtherProcess { len, .. }
-            | Memory::Device { len, .. } => len,
-        }
-    }
-
-    /// True if there is no byte.
-    pub const fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 }
 

@@ -4,13 +4,13 @@
 //! a pipe each side has an end of its own, which is opened so that a write does not wait for room,
 //! whatever the peer does with its end. Datagram sockets do the same and take 1 us more for a ring.
 
+use crate::ring::{AtomicBool, Ordering};
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::fs::{Mode, OFlags, fchmod, open, readlink};
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A descriptor to be rung by threads of this process, which alone has it.
 fn doorbell() -> Result<OwnedFd, Errno> {
@@ -67,14 +67,66 @@ impl HeardBell {
         Ok((HeardBell(heard), rung))
     }
 
-    /// It was heard; readable again only if it is rung after that, or was very often.
+    /// It was heard; readable again only if it was rung more often, for something else perhaps.
     pub(crate) fn hear(&self) {
-        let _ = rustix::io::read(&self.0, &mut [0_u8; 64]);
+        let _ = rustix::io::read(&self.0, &mut [0_u8; 1]);
     }
 
     /// What is readable when it was rung.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
+    }
+}
+
+/// Whether a thread sleeps, for those that have something for it.
+///
+/// Who has left something asks whether to ring, and who sleeps announces that before it looks for
+/// the last time: both swap, so that one of them sees what the other did.
+#[derive(Debug)]
+pub(crate) struct SleepFlag(AtomicBool);
+
+impl SleepFlag {
+    pub(crate) fn new() -> SleepFlag {
+        SleepFlag(AtomicBool::new(false))
+    }
+
+    /// Announces that the thread sleeps. It may, unless there is something for it by now.
+    pub(crate) fn announce(&self) {
+        let _was = self.0.swap(true, Ordering::AcqRel);
+    }
+
+    /// The thread looks by itself.
+    pub(crate) fn attend(&self) {
+        // A swap, not a store: who came in between was told not to ring, and is seen by it.
+        let _was = self.0.swap(false, Ordering::AcqRel);
+    }
+
+    /// True if it has to be rung for what was left for it; once for each sleep.
+    pub(crate) fn must_ring(&self) -> bool {
+        self.0.swap(false, Ordering::AcqRel)
+    }
+}
+
+/// Whether an eventfd was rung and not heard, so that hearing costs no system call if it was not.
+#[derive(Debug)]
+pub(crate) struct RungFlag(AtomicBool);
+
+impl RungFlag {
+    pub(crate) fn new() -> RungFlag {
+        RungFlag(AtomicBool::new(false))
+    }
+
+    /// Rings: the word is ahead of the ring, so that no ring stays unheard without one.
+    pub(crate) fn ring(&self, ring: impl FnOnce()) {
+        self.0.store(true, Ordering::SeqCst);
+        ring();
+    }
+
+    /// Hears what was rung. Who hears looks afterwards for what it was rung for.
+    pub(crate) fn hear(&self, hear: impl FnOnce()) {
+        if self.0.load(Ordering::Relaxed) && self.0.swap(false, Ordering::SeqCst) {
+            hear();
+        }
     }
 }
 
@@ -85,8 +137,7 @@ const OWN: u64 = u64::MAX;
 #[derive(Debug)]
 pub(crate) struct OwnerBell {
     own: OwnedFd,
-    /// The one of this process was rung and not heard.
-    is_rung: AtomicBool,
+    is_rung: RungFlag,
     all: OwnedFd,
 }
 
@@ -96,7 +147,7 @@ impl OwnerBell {
     pub(crate) fn new() -> Result<OwnerBell, Errno> {
         let (own, all) = (doorbell()?, epoll::create(epoll::CreateFlags::CLOEXEC)?);
         epoll::add(&all, &own, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
-        Ok(OwnerBell { own, is_rung: AtomicBool::new(false), all })
+        Ok(OwnerBell { own, is_rung: RungFlag::new(), all })
     }
 
     /// Readable when any of them was rung.
@@ -114,15 +165,12 @@ impl OwnerBell {
     }
 
     pub(crate) fn ring(&self) {
-        self.is_rung.store(true, Ordering::SeqCst);
-        ring(&self.own);
+        self.is_rung.ring(|| ring(&self.own));
     }
 
     /// What this process rang is heard.
     pub(crate) fn hear(&self) {
-        if self.is_rung.load(Ordering::Relaxed) && self.is_rung.swap(false, Ordering::SeqCst) {
-            let _ = rustix::io::read(&self.own, &mut [0; 8]);
-        }
+        self.is_rung.hear(|| _ = rustix::io::read(&self.own, &mut [0; 8]));
     }
 
     /// The links that were rung by, some of them if there are many.
@@ -145,14 +193,14 @@ impl OwnerBell {
 #[derive(Debug)]
 pub(crate) struct WorkerHandle {
     bell: OwnedFd,
-    pub(crate) asleep: AtomicBool,
+    pub(crate) asleep: SleepFlag,
 }
 
 impl WorkerHandle {
     /// # Errors
     /// No descriptor is left.
     pub(crate) fn new() -> Result<WorkerHandle, Errno> {
-        Ok(WorkerHandle { bell: doorbell()?, asleep: AtomicBool::new(false) })
+        Ok(WorkerHandle { bell: doorbell()?, asleep: SleepFlag::new() })
     }
 
     /// What the thread watches.
@@ -162,8 +210,11 @@ impl WorkerHandle {
 
     /// Wakes the thread if it sleeps.
     pub(crate) fn wake(&self) {
-        if self.asleep.swap(false, Ordering::AcqRel) {
+        if self.asleep.must_ring() {
             ring(&self.bell);
         }
     }
 }
+
+#[cfg(all(test, feature = "loom"))]
+mod model;

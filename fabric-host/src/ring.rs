@@ -5,9 +5,9 @@
 
 // Atomics of the standard library, or of loom where the rings are checked by it.
 #[cfg(feature = "loom")]
-pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 #[cfg(not(feature = "loom"))]
-pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use std::ops::Deref;
 

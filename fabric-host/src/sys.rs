@@ -24,15 +24,19 @@ fn checked(moved: isize) -> Result<u64, Errno> {
 }
 
 /// Copies from another process; fewer bytes than asked for mean that a later range is bad.
-pub(crate) fn read_process(
+///
+/// # Safety
+/// What is mapped of the local ranges is memory that may be written, and that nobody has a
+/// reference to.
+pub(crate) unsafe fn read_process(
     pid: u32,
     local: &[libc::iovec],
     remote: &[libc::iovec],
 ) -> Result<u64, Errno> {
     let (pid, flags) = (pid as libc::pid_t, 0);
     let (locals, remotes) = (local.len() as _, remote.len() as _);
-    // SAFETY: The kernel checks every range of both processes; those of this one are registered
-    // memory or a buffer of the caller.
+    // SAFETY: The lists are as long as they are said to be. The kernel checks that the ranges are
+    // mapped; that those of this process may be written is the caller's promise.
     checked(unsafe {
         libc::process_vm_readv(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, flags)
     })
@@ -45,18 +49,24 @@ pub(crate) fn read_process(
 pub fn read_memory(pid: u32, base: u64, into: &mut [u8]) -> std::io::Result<usize> {
     let len = into.len() as u64;
     let local = [range(into.as_mut_ptr() as u64, len)];
-    Ok(read_process(pid, &local, &[range(base, len)])? as usize)
+    // SAFETY: The one range is a buffer that is borrowed for writing.
+    Ok(unsafe { read_process(pid, &local, &[range(base, len)]) }? as usize)
 }
 
 /// Copies into another process; fewer bytes than asked for mean that a later range is bad.
-pub(crate) fn write_process(
+///
+/// # Safety
+/// It is not this process, under none of its ids: what that has mapped is not this function's to
+/// write.
+pub(crate) unsafe fn write_process(
     pid: u32,
     local: &[libc::iovec],
     remote: &[libc::iovec],
 ) -> Result<u64, Errno> {
     let (pid, flags) = (pid as libc::pid_t, 0);
     let (locals, remotes) = (local.len() as _, remote.len() as _);
-    // SAFETY: The kernel checks every range of both processes; nothing of this one is written.
+    // SAFETY: The lists are as long as they are said to be. Ranges of this process are only read,
+    // and the kernel checks that they are mapped; those that are written are not of this process.
     checked(unsafe {
         libc::process_vm_writev(pid, local.as_ptr(), locals, remote.as_ptr(), remotes, flags)
     })
@@ -67,7 +77,8 @@ pub(crate) fn probe_process(pid: u32, base: u64, len: u64) -> Result<(), Errno> 
     for at in [base, base + (len - 1)] {
         let mut byte = 0_u8;
         let local = [range(&raw mut byte as u64, 1)];
-        if read_process(pid, &local, &[range(at, 1)])? != 1 {
+        // SAFETY: The one range is a variable of this function.
+        if unsafe { read_process(pid, &local, &[range(at, 1)]) }? != 1 {
             return Err(Errno::FAULT);
         }
     }
@@ -157,16 +168,24 @@ pub(crate) fn send_ranges(socket: BorrowedFd<'_>, ranges: &[libc::iovec]) -> Res
     header.msg_iov = ranges.as_ptr().cast_mut();
     header.msg_iovlen = ranges.len() as _;
     let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
-    // SAFETY: The kernel checks the ranges and only reads them.
+    // SAFETY: The list is as long as the header says. The kernel checks that the ranges are mapped,
+    // and only reads them, which is no access of this program.
     checked(unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const header, flags) })
 }
 
 /// Receives into ranges of memory by a socket that does not block.
-pub(crate) fn receive_ranges(socket: BorrowedFd<'_>, ranges: &[libc::iovec]) -> Result<u64, Errno> {
+///
+/// # Safety
+/// What is mapped of the ranges is memory that may be written, and that nobody has a reference to.
+pub(crate) unsafe fn receive_ranges(
+    socket: BorrowedFd<'_>,
+    ranges: &[libc::iovec],
+) -> Result<u64, Errno> {
     // SAFETY: An all-zero header is a valid one.
     let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
     header.msg_iov = ranges.as_ptr().cast_mut();
     header.msg_iovlen = ranges.len() as _;
-    // SAFETY: The ranges are registered memory or a buffer of the caller.
+    // SAFETY: The list is as long as the header says. The kernel checks that the ranges are mapped;
+    // that they may be written is the caller's promise.
     checked(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut header, libc::MSG_DONTWAIT) })
 }

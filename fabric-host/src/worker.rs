@@ -76,7 +76,7 @@ impl HostWorker {
                 } else {
                     self.poll_sockets(false);
                 }
-                self.handle.asleep.store(false, Ordering::Release);
+                self.handle.asleep.attend();
                 last_work = Instant::now();
             }
         }
@@ -136,7 +136,7 @@ impl HostWorker {
 
     /// Announces that this thread sleeps; false if there is work.
     fn may_sleep(&mut self) -> bool {
-        self.handle.asleep.swap(true, Ordering::AcqRel);
+        self.handle.asleep.announce();
         self.links.values_mut().all(|link| link.prepare_sleep())
             && !self.cx.hub.has_commands(self.number)
             && !self.cx.hub.stopping.load(Ordering::Acquire)

@@ -11,7 +11,7 @@ use kvferry_engine::core::dialect::moriio::descriptor::{
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId,
-    PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
+    OwnMemory, PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
 use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -282,7 +282,8 @@ fn another_incarnation_at_the_same_port_is_refused() {
 fn a_plane_registers_memory_of_another_process() {
     let setup = HostTestSetup { config: door(), memory: LEN, file: false };
     let mut owner = start(&setup);
-    let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
+    let Memory::Own(range) = owner.memory() else { panic!("own memory") };
+    let (base, len) = (range.base(), range.len());
     let memory = Memory::OtherProcess { pid: owner.pid(), base, len };
     // The path that memory calls for, and by TCP.
     for (way, file) in [
@@ -315,7 +316,8 @@ fn a_plane_registers_memory_of_another_process() {
 fn memory_of_a_process_that_has_ended_fails_the_operation() {
     let setup = HostTestSetup { config: door(), memory: LEN, file: false };
     let mut owner = start(&setup);
-    let Memory::Own { base, len } = owner.memory() else { panic!("own memory") };
+    let Memory::Own(range) = owner.memory() else { panic!("own memory") };
+    let (base, len) = (range.base(), range.len());
     let mut side = plane(door());
     let desc = register(&mut side, Memory::OtherProcess { pid: owner.pid(), base, len });
     let mut near = plane(door());
@@ -339,7 +341,8 @@ fn memory_that_is_not_there_is_not_registered() {
     rustix::fs::ftruncate(&unsealed, LEN).expect("a length");
     let fd = std::os::fd::AsRawFd::as_raw_fd(&unsealed);
     for (n, memory) in [
-        Memory::Own { base: 4_096, len: LEN },
+        // SAFETY: Nothing is mapped there, which is what is found out.
+        Memory::Own(unsafe { OwnMemory::new(4_096, LEN) }),
         Memory::OtherProcess { pid: std::process::id(), base: 4_096, len: LEN },
         Memory::OtherProcess { pid: u32::MAX, base: 4_096, len: LEN },
         Memory::MemFd { fd, len: LEN },
@@ -353,7 +356,7 @@ fn memory_that_is_not_there_is_not_registered() {
         let failed = matches!(answer, DataEvent::Registered { result: Err(_), .. });
         assert!(failed, "{memory:?}: {answer:?}");
     }
-    let device = Memory::Device { base: 4_096, len: LEN, device: 0 };
+    let device = Memory::Device { range: OwnMemory::unproven(4_096, LEN), device: 0 };
     assert!(matches!(
         plane.register(REGION, device),
         Err(kvferry_engine::fabric::Refused::Unsupported(_))

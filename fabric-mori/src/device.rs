@@ -1,10 +1,10 @@
 //! The GPU of who has no runtime of its own: memory, and what orders transfers behind kernels.
 
 use crate::mori::{MoriCallError, Shim};
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use std::sync::Arc;
 
-/// Memory of a GPU, freed when it is dropped: no plane may have it registered any more by then.
+/// Memory of a GPU, freed when it is dropped.
 #[derive(Debug)]
 pub struct DeviceMemory {
     shim: Arc<Shim>,
@@ -28,8 +28,14 @@ impl DeviceMemory {
     }
 
     /// As a plane registers it.
-    pub fn memory(&self) -> Memory {
-        Memory::Device { base: self.base, len: self.len, device: self.device }
+    ///
+    /// # Safety
+    /// This lives until every plane that it was registered with has deregistered it or is dropped:
+    /// its drop frees what the GPU and peers would still reach.
+    pub unsafe fn memory(&self) -> Memory {
+        // SAFETY: It is allocated as long as this lives, which the caller promises.
+        let range = unsafe { OwnMemory::new(self.base, self.len) };
+        Memory::Device { range, device: self.device }
     }
 }
 
@@ -38,6 +44,21 @@ impl Drop for DeviceMemory {
         // SAFETY: Ours, and freed once.
         let freed = unsafe { call!(self.shim, kf_device_free(self.base)) };
         debug_assert_eq!(freed, Ok(()), "memory of a GPU is leaked");
+    }
+}
+
+/// An event of HIP, a `hipEvent_t` of this process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DeviceEvent(u64);
+
+impl DeviceEvent {
+    /// The event behind a pointer, as `torch.cuda.Event.cuda_event` has it.
+    ///
+    /// # Safety
+    /// It was made by the runtime of HIP in this process, and is not destroyed while somebody may
+    /// ask for it.
+    pub const unsafe fn new(event: u64) -> DeviceEvent {
+        DeviceEvent(event)
     }
 }
 
@@ -50,15 +71,15 @@ impl DeviceEvents {
         DeviceEvents(shim.clone())
     }
 
-    /// Whether the device has done all that it was given before an event, a `hipEvent_t` of this
-    /// process (`hipEventQuery`).
+    /// Whether the device has done all that it was given before an event (`hipEventQuery`).
     ///
     /// # Errors
-    /// What HIP says: there is no such event, or what was before it failed.
-    pub fn is_done(&self, event: u64) -> Result<bool, String> {
+    /// What HIP says: what was before the event failed.
+    pub fn is_done(&self, event: DeviceEvent) -> Result<bool, String> {
         let mut done = 0;
-        // SAFETY: The shim is loaded as long as this is; HIP knows its events.
-        let asked = unsafe { call!(self.0, kf_event_done(event, &raw mut done)) };
+        // SAFETY: The shim is loaded as long as this is. HIP follows the pointer, which who made
+        // the event has promised to be one of its own.
+        let asked = unsafe { call!(self.0, kf_event_done(event.0, &raw mut done)) };
         asked.map_err(|fault: MoriCallError| fault.to_string())?;
         Ok(done != 0)
     }

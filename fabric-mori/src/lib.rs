@@ -40,7 +40,7 @@ mod session_opener;
 
 pub use config::{MoriBackend, MoriConfig};
 pub use counters::MoriCounters;
-pub use device::{DeviceEvents, DeviceMemory};
+pub use device::{DeviceEvent, DeviceEvents, DeviceMemory};
 pub use mori_sys::{Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
 pub use plane::{MoriCounterReader, MoriError, MoriPlane};
 pub use process::last_error_pipe;

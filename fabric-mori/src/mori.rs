@@ -175,13 +175,18 @@ impl MoriEngineHandle {
 
     /// Registers memory, which has to stay until the region is dropped.
     pub(crate) fn register(&self, memory: Memory) -> Result<MoriMemoryHandle, MoriCallError> {
-        let (base, len, device, location) = match memory {
-            Memory::Own { base, len } => (base, len, -1, Location::CPU),
-            Memory::Device { base, len, device } => (base, len, signed(device), Location::GPU),
+        let (range, device, location) = match memory {
+            Memory::Own(range) => (range, -1, Location::CPU),
+            Memory::Device { range, device } => (range, signed(device), Location::GPU),
             other => return Err(MoriCallError::of("kf_memory_new", format!("memory {other:?}"))),
         };
+        if let Some(why) = memory.unproven() {
+            return Err(MoriCallError::of("kf_memory_new", why));
+        }
+        let (base, len) = (range.base(), range.len());
         let mut raw = ptr::null_mut();
-        // SAFETY: The engine lives; MoRI does not look at the memory before a session is made.
+        // SAFETY: The engine lives. Who made the range has promised that it is there, and that
+        // peers may reach it, until it is deregistered, which drops what is returned.
         unsafe {
             call!(self.0.shim, kf_memory_new(self.0.raw, base, len, device, location, &raw mut raw))
         }?;

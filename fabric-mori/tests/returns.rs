@@ -7,8 +7,8 @@ use common::{MEMORY, config, serve_if_child};
 use kvferry_engine::conformance::RemotePlane;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Completion, DataEvent, DataPlane, FabricError, Memory, PeerId, QuiesceTicket, RegionDesc,
-    RegionId, SessionId,
+    Completion, DataEvent, DataPlane, FabricError, Memory, OwnMemory, PeerId, QuiesceTicket,
+    RegionDesc, RegionId, SessionId,
 };
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -105,7 +105,8 @@ fn memory_that_comes_without_a_backend_is_not_refused() {
     world.failure(op);
     // One while the backend is being replaced, and one while there is none.
     for region in [RegionId(7), RegionId(8)] {
-        let memory = Memory::Own { base: world.base(0), len: MEMORY };
+        // SAFETY: It is the memory of the plane, see `memory` of `MoriTestPlane`.
+        let memory = Memory::Own(unsafe { OwnMemory::new(world.base(0), MEMORY) });
         world.plane(0).register(region, memory).expect("memory is taken");
         is_without(&mut world);
     }

@@ -1,6 +1,7 @@
 //! What the fuzzer calls: one module per target, whose `run` takes the fuzzer's bytes and panics on
 //! a finding; and the seeds that it starts from. Ordinary tests run the seeds without a fuzzer.
 
+pub mod admitted;
 pub mod descriptors;
 pub mod moriio;
 pub mod native;
@@ -28,6 +29,7 @@ pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
     FuzzTarget { name: "scenario", run: scenario::run, seeds: seeds::scenarios },
     FuzzTarget { name: "sequence", run: sequence::run, seeds: seeds::sequences },
+    FuzzTarget { name: "admitted", run: admitted::run, seeds: seeds::admitted },
     FuzzTarget { name: "zmtp", run: zmtp::run, seeds: seeds::zmtp },
 ];
 

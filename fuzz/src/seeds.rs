@@ -128,16 +128,30 @@ pub fn zmtp() -> Vec<Vec<u8>> {
 
 /// Pseudo-random programs (splitmix64), four of each kind of core.
 pub fn sequences() -> Vec<Vec<u8>> {
-    let program = |seed: u64| {
-        let words = (1..64_u64).flat_map(|n| {
-            let z = (seed << 32 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            let z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-            (z ^ z >> 31).to_le_bytes()
-        });
-        [seed as u8].into_iter().chain(words).collect()
-    };
     (0..64).map(program).collect()
+}
+
+/// Pseudo-random peers, half of them by TCP and half by the local socket. Half of them greet as
+/// planes do.
+pub fn admitted() -> Vec<Vec<u8>> {
+    let peer = |seed: u64| {
+        let mut peer = program(seed);
+        if seed % 4 < 2 {
+            peer[1] = 0;
+        }
+        peer
+    };
+    (0..64).map(peer).collect()
+}
+
+fn program(seed: u64) -> Vec<u8> {
+    let words = (1..64_u64).flat_map(|n| {
+        let z = (seed << 32 | n).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ z >> 31).to_le_bytes()
+    });
+    [seed as u8].into_iter().chain(words).collect()
 }
 
 fn tidy(mut seeds: Vec<Vec<u8>>) -> Vec<Vec<u8>> {

@@ -8,7 +8,7 @@ use crate::poll_thread::{self, CompatEngineShared};
 use crate::session::CompatSession;
 use crate::settings::CompatSettings;
 use crate::state::{CompatPeer, CompatRegion, CompatSessionState, CompatState};
-use kvferry_engine::fabric::{FabricError, Memory, PeerId, RegionId, SessionId};
+use kvferry_engine::fabric::{FabricError, Memory, OwnMemory, PeerId, RegionId, SessionId};
 use kvferry_fabric_host::{HostConfig, HostPlane};
 use std::fmt;
 use std::sync::Arc;
@@ -82,18 +82,24 @@ impl CompatEngine {
         &self.desc
     }
 
-    /// Makes memory of this process reachable; the owner keeps it mapped while the engine lives.
+    /// Makes memory of this process reachable while the engine lives.
     ///
     /// # Errors
-    /// `Plane` if the fabric cannot take it.
-    pub fn register_memory(&self, base: u64, len: u64) -> Result<CompatMemoryDesc, CompatError> {
+    /// `Plane` if the fabric cannot take it, or nobody has vouched for it.
+    pub fn register_memory(&self, memory: OwnMemory) -> Result<CompatMemoryDesc, CompatError> {
+        let (base, len) = (memory.base(), memory.len());
         let about = |why: &dyn fmt::Display| {
             CompatError::Plane(format!("{}: cannot register {len} B at {base:#x}: {why}", self.key))
         };
         let mut state = self.shared.lock();
         let region = RegionId(state.ids.next() as u32);
         let Some(plane) = &mut state.plane else { return Err(about(&"the engine is closed")) };
-        plane.register(region, Memory::Own { base, len }).map_err(|why| about(&why))?;
+        let memory = Memory::Own(memory);
+        // Whatever the plane makes of it, audits follow the address.
+        if let Some(why) = memory.unproven() {
+            return Err(about(&why));
+        }
+        plane.register(region, memory).map_err(|why| about(&why))?;
         state.regions.insert(region, CompatRegion { base, answer: None });
         self.shared.ring();
         let until = Instant::now() + ANSWER_MAX;

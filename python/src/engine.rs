@@ -3,6 +3,7 @@
 use crate::desc::{PyEngineDesc, PyMemoryDesc};
 use crate::raise;
 use crate::session::PySession;
+use kvferry_engine::fabric::OwnMemory;
 use kvferry_mori_compat::CompatSettings;
 use pyo3::prelude::*;
 use std::sync::{Mutex, PoisonError};
@@ -43,7 +44,10 @@ impl PyEngine {
         owner: Py<PyAny>,
     ) -> PyResult<PyMemoryDesc> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner).push(owner);
-        py.detach(|| self.engine.register_memory(base, len)).map(PyMemoryDesc).map_err(raise)
+        // SAFETY: Python says what is the address of what; `owner` is what keeps it mapped, and is
+        // held for longer than the engine has a plane. No Rust has a reference to it.
+        let memory = unsafe { OwnMemory::new(base, len) };
+        py.detach(|| self.engine.register_memory(memory)).map(PyMemoryDesc).map_err(raise)
     }
 
     fn register_remote_engine(&self, py: Python<'_>, desc: &PyEngineDesc) -> PyResult<()> {

@@ -1,5 +1,6 @@
 //! The transfer actor inside the worker.
 
+use kvferry::sidecar::DeviceEvent;
 use kvferry_engine::core::ids::{Incarnation, StepId};
 use pyo3::prelude::*;
 use std::path::PathBuf;
@@ -13,13 +14,19 @@ impl PyTransfers {
     /// Looks for the host at `path` from now on, as the transfer actor of a rank.
     #[new]
     fn new(path: PathBuf, rank: u16) -> PyResult<PyTransfers> {
-        Ok(PyTransfers(kvferry::sidecar::TransferAgent::start(path, rank)?))
+        // SAFETY: The connector in Python is who tells the host of this process's memory: of the
+        // tensors of its KV cache, which vLLM keeps until the process ends and which no Rust has a
+        // reference to. The socket is in a folder of this user alone.
+        let agent = unsafe { kvferry::sidecar::TransferAgent::start(path, rank) };
+        Ok(PyTransfers(agent?))
     }
 
     /// The first `layers` layers of a step are computed, or will be when the event of a GPU is
     /// done: a `hipEvent_t`, which has to stay until it is seen.
     #[pyo3(signature = (step, layers, event=None))]
     fn layers(&self, step: u64, layers: u16, event: Option<u64>) {
+        // SAFETY: The connector keeps each event that it made until it is seen.
+        let event = event.map(|event| unsafe { DeviceEvent::new(event) });
         self.0.layers(StepId(step), layers, event);
     }
 

@@ -2,8 +2,8 @@
 
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
-    Address, Completion, DataEvent, Direction, Memory, OpId, PeerId, QuiesceTicket, Refused,
-    RegionDesc, RegionId, SessionId, Submit,
+    Address, Completion, DataEvent, Direction, Memory, OpId, OwnMemory, PeerId, QuiesceTicket,
+    Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 
 const END: u64 = MEMORY as u64;
@@ -162,7 +162,7 @@ pub(super) fn ids_in_use_are_invalid(fixture: &mut dyn DataFixture) {
     rig.register(0, REGION);
     let remote = rig.register(1, REGION);
     let (memory, address) = (rig.fixture.memory(0), rig.plane(1).address());
-    let empty = Memory::Own { base: 4_096, len: 0 };
+    let empty = Memory::Own(OwnMemory::unproven(4_096, 0));
     assert_invalid(rig.plane(0).register(REGION, memory), "region id in use");
     assert_invalid(rig.plane(0).register(RegionId(77), empty), "empty region");
     assert_invalid(rig.plane(0).deregister(RegionId(78)), "unknown region");

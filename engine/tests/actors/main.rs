@@ -35,7 +35,7 @@ fn core_config(role: Role, mode: Mode) -> CoreConfig {
 
 /// Where the KV of a rank lies.
 fn kv() -> (Vec<Memory>, Vec<LayerLayout>) {
-    let memory = Memory::Own { base: 0, len: u64::from(BLOCKS) * BLOCK_BYTES };
+    let memory = Memory::Own(OwnMemory::unproven(0, u64::from(BLOCKS) * BLOCK_BYTES));
     (vec![memory], vec![LayerLayout::contiguous(0, [BLOCKS, 2, BLOCK, 8], 1)])
 }
 

@@ -47,11 +47,10 @@ struct CopyJob {
     progress: Mutex<CopyProgress>,
 }
 
-/// Addresses are given to the kernel as long as the copy is in work, while its owner holds the
-/// memory; they are never followed here.
-// SAFETY: See above.
+// SAFETY: Its addresses are given to the kernel alone, by `advance`, which only works on pieces
+// that `CopyPool::copy` waits for; there the caller promises that the memory is there.
 unsafe impl Send for CopyJob {}
-// SAFETY: See above.
+// SAFETY: As above. No two threads get the same piece.
 unsafe impl Sync for CopyJob {}
 
 #[derive(Debug, Default)]
@@ -80,10 +79,21 @@ struct CopyQueue {
 }
 
 /// Copies ranges of so many bytes by one call; false if not all of them were.
-fn call(pid: u32, way: CopyDirection, bytes: u64, local: &[iovec], remote: &[iovec]) -> bool {
+///
+/// # Safety
+/// Inwards the local ranges are as [`sys::read_process`] asks for, outwards it is not this process.
+unsafe fn call(
+    pid: u32,
+    way: CopyDirection,
+    bytes: u64,
+    local: &[iovec],
+    remote: &[iovec],
+) -> bool {
     let moved = match way {
-        CopyDirection::In => sys::read_process(pid, local, remote),
-        CopyDirection::Out => sys::write_process(pid, local, remote),
+        // SAFETY: The caller promises it.
+        CopyDirection::In => unsafe { sys::read_process(pid, local, remote) },
+        // SAFETY: The caller promises it.
+        CopyDirection::Out => unsafe { sys::write_process(pid, local, remote) },
     };
     moved == Ok(bytes)
 }
@@ -130,7 +140,9 @@ impl CopyJob {
             *piece
         };
         let (local, remote) = (&self.local[from..to], &self.remote[from..to]);
-        let done = call(self.pid, self.way, bytes(local), local, remote);
+        // SAFETY: A job is made by `CopyPool::copy` alone, whose caller promises it until that
+        // returns: not before the last piece that was taken is counted as done below.
+        let done = unsafe { call(self.pid, self.way, bytes(local), local, remote) };
         let mut progress = lock(&self.progress);
         progress.working -= 1;
         progress.failed |= !done;
@@ -152,7 +164,11 @@ impl CopyPool {
 
     /// Copies ranges to or from another process, in a run of so many bytes; false if not all of
     /// those of the ranges were copied.
-    pub(super) fn copy(
+    ///
+    /// # Safety
+    /// Inwards the local ranges are as [`sys::read_process`] asks for, outwards it is not this
+    /// process.
+    pub(super) unsafe fn copy(
         &self,
         (pid, way, run): (u32, CopyDirection, u64),
         local: &[iovec],
@@ -161,7 +177,8 @@ impl CopyPool {
         let bytes = bytes(local);
         let short = bytes < SHARED_MIN || bytes / (local.len() as u64) < RANGE_MIN;
         if self.size == 0 || short || !self.has_help(run) {
-            return call(pid, way, bytes, local, remote);
+            // SAFETY: The caller promises the same.
+            return unsafe { call(pid, way, bytes, local, remote) };
         }
         let job = Arc::new(CopyJob::new(pid, way, local, remote));
         let asleep = {
@@ -244,7 +261,8 @@ mod tests {
             at += len + gap;
         }
         let whole = (std::process::id(), CopyDirection::In, WAKE_MIN);
-        pool.copy(whole, &local, &remote) && target == expected
+        // SAFETY: The ranges are in a vector of this function.
+        unsafe { pool.copy(whole, &local, &remote) && target == expected }
     }
 
     proptest! {
@@ -282,7 +300,9 @@ mod tests {
         let remote = [range(4_096, target.len() as u64)];
         std::thread::scope(|scope| {
             scope.spawn(|| pool.work());
-            assert!(!pool.copy((std::process::id(), CopyDirection::In, WAKE_MIN), &local, &remote));
+            let whole = (std::process::id(), CopyDirection::In, WAKE_MIN);
+            // SAFETY: The range is a vector of this function.
+            assert!(!unsafe { pool.copy(whole, &local, &remote) });
             pool.end();
         });
     }

@@ -31,12 +31,15 @@ pub(crate) struct CopyBuffers {
     alive: Option<(u32, u64)>,
 }
 
-/// The buffers are empty or bytes; no address in them is used after the call that put it there.
-// SAFETY: See above.
+// SAFETY: No address in the buffers is used after the call that put it there.
 unsafe impl Send for CopyBuffers {}
 
-/// Copies one chunk, whose ranges are inside both regions, of an operation of so many `bytes`.
-pub(crate) fn copy(
+/// Copies one chunk of an operation of so many `bytes`.
+///
+/// # Safety
+/// The ranges of the chunk are inside `from` and `to`. Of the two, what is memory of this process
+/// is mapped until this returns, `to` may be written, and nobody has a reference to it.
+pub(crate) unsafe fn copy(
     (chunk, bytes): (&[CopySlice], u64),
     from: &HostMemoryAccess,
     to: &HostMemoryAccess,
@@ -46,20 +49,22 @@ pub(crate) fn copy(
         (HostMemoryAccess::Here { base: from, .. }, HostMemoryAccess::Here { base: to, .. }) => {
             for slice in chunk {
                 let (from, to) = ((from + slice.from) as *const u8, (to + slice.to) as *mut u8);
-                // SAFETY: Both ranges are inside memory that is mapped as long as its region or
-                // session is held. `copy` and not `copy_nonoverlapping`: a session may lead from a
-                // region to itself.
+                // SAFETY: The caller promises that both ranges are mapped, and the second may be
+                // written. `copy` and not `copy_nonoverlapping`: a session may lead from a region
+                // to itself.
                 unsafe { std::ptr::copy(from, to, slice.len as usize) };
             }
             Ok(())
         }
         (HostMemoryAccess::There { process, base }, HostMemoryAccess::Here { base: here, .. }) => {
             scratch.fill(chunk, |slice| here + slice.to, |slice| base + slice.from);
-            scratch.call(process, CopyDirection::In, bytes)
+            // SAFETY: The local ranges are those of the chunk in `to`.
+            unsafe { scratch.call(process, CopyDirection::In, bytes) }
         }
         (HostMemoryAccess::Here { base: here, .. }, HostMemoryAccess::There { process, base }) => {
             scratch.fill(chunk, |slice| here + slice.from, |slice| base + slice.to);
-            scratch.call(process, CopyDirection::Out, bytes)
+            // SAFETY: The local ranges are those of the chunk in `from`, and are read.
+            unsafe { scratch.call(process, CopyDirection::Out, bytes) }
         }
         (HostMemoryAccess::There { .. }, HostMemoryAccess::There { .. }) => {
             let mut bounce = std::mem::take(&mut scratch.bounce);
@@ -77,8 +82,12 @@ pub(crate) fn copy(
             };
             let into = with(|slice, at| CopySlice { to: at, ..*slice });
             let out = with(|slice, at| CopySlice { from: at, ..*slice });
-            let done = copy((&into, bytes), from, &middle, scratch)
-                .and_then(|()| copy((&out, bytes), &middle, to, scratch));
+            // SAFETY: The offsets of the middle add up to the length that the buffer has, and
+            // nobody else has it.
+            let done = unsafe {
+                copy((&into, bytes), from, &middle, scratch)
+                    .and_then(|()| copy((&out, bytes), &middle, to, scratch))
+            };
             scratch.bounce = bounce;
             done
         }
@@ -115,7 +124,9 @@ impl CopyBuffers {
         self.remote.extend(chunk.iter().map(|slice| range(remote(slice), slice.len)));
     }
 
-    fn call(
+    /// # Safety
+    /// Inwards the local ranges are as [`CopyPool::copy`] asks for.
+    unsafe fn call(
         &mut self,
         process: &PidfdProcess,
         way: CopyDirection,
@@ -130,7 +141,9 @@ impl CopyBuffers {
         let id = Some((process.pid, process.started));
         let is_known = way == CopyDirection::In && self.alive == id;
         let done = (is_known || process.is_alive())
-            && self.copy_pool.copy((process.pid, way, run), &self.local, &self.remote)
+            // SAFETY: The ranges are the caller's promise; a `PidfdProcess` that is written to is
+            // not this process, see `HostRegion::new`.
+            && unsafe { self.copy_pool.copy((process.pid, way, run), &self.local, &self.remote) }
             && process.is_alive();
         self.alive = id.filter(|_| done);
         match (done, way) {

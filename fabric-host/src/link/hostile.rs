@@ -18,7 +18,7 @@ use crate::shared::HostCloseReason;
 use crate::{DataPath, HostConfig, HostPlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    DataEvent, DataPlane, FabricError, Memory, PeerId, RegionDesc, RegionId, SessionId,
+    DataEvent, DataPlane, FabricError, Memory, OwnMemory, PeerId, RegionDesc, RegionId, SessionId,
 };
 use kvferry_fabric_common::PlaneIdentity;
 use proptest::prelude::*;
@@ -38,6 +38,12 @@ const PATIENCE: Duration = Duration::from_secs(300);
 
 pub(super) fn deadline() -> Instant {
     Instant::now() + PATIENCE
+}
+
+/// Bytes that are looked at when nobody writes them, and freed after their plane.
+fn own(bytes: &mut [u8; LEN]) -> Memory {
+    // SAFETY: See above.
+    Memory::Own(unsafe { OwnMemory::new(bytes.as_mut_ptr() as u64, LEN as u64) })
 }
 
 /// A plane with an open door and one region.
@@ -64,7 +70,7 @@ impl Victim {
         let config = HostConfig { open_door: true, ..config };
         let mut plane = HostPlane::new(config).unwrap();
         let mut bytes = Box::new([MARK; LEN]);
-        let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
+        let memory = own(&mut bytes);
         plane.register(RegionId(1), memory).unwrap();
         let mut events = Vec::new();
         plane.poll(Nanos::ZERO, &mut events);
@@ -477,7 +483,7 @@ pub(super) fn dialling_with(config: HostConfig, peer: HostPlaneAddress) -> (Host
     let peer = HostPlaneAddress { port, node: stranger(0).node, ..peer };
     let mut plane = HostPlane::new(config).unwrap();
     let bytes = Box::leak(Box::new([MARK; LEN]));
-    let memory = Memory::Own { base: bytes.as_mut_ptr() as u64, len: LEN as u64 };
+    let memory = own(bytes);
     plane.register(RegionId(1), memory).unwrap();
     plane.connect(PeerId(1), &peer.encode(), 5).unwrap();
     let claim = HostRegionDescriptor {

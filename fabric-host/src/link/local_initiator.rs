@@ -142,7 +142,10 @@ impl LocalInitiator {
             }
             Some((HostReadJob::Copy { op, source, region, slices, bytes }, cursor)) => {
                 let chunk = cursor.chunk(slices, &mut cx.chunk);
-                let status = source.read((chunk, *bytes), region, &mut cx.scratch);
+                let copied = (chunk, *bytes);
+                // SAFETY: `HostPlane::post` takes no slices that are not inside both regions, and no
+                // session whose source is shorter than it says.
+                let status = unsafe { source.read(copied, region, &mut cx.scratch) };
                 if status == HostCopyStatus::Done && !cursor.is_at_end(slices) {
                     return true;
                 }

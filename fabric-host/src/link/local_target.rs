@@ -182,7 +182,10 @@ impl LocalTarget {
                 None => HostCopyStatus::Refused,
                 Some(_registered) => {
                     let to = &session.region.reach;
-                    match copy((chunk, work.bytes), source, to, &mut cx.scratch) {
+                    // SAFETY: `take` has found all slices inside both regions. The source is kept
+                    // by the session, the destination is registered as long as it is held, and who
+                    // registered it promises that it may be written.
+                    match unsafe { copy((chunk, work.bytes), source, to, &mut cx.scratch) } {
                         Ok(()) => HostCopyStatus::Done,
                         Err(CopyFault::Source) => HostCopyStatus::Source,
                         Err(CopyFault::Destination) => HostCopyStatus::Destination,

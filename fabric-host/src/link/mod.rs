@@ -36,6 +36,9 @@ pub(crate) use local_peer::LocalPeer;
 pub(crate) use outbound::{HostLinkEvent, HostOutboundLink, HostReadJob, HostReadSource};
 pub(crate) use tls_config::LinkTls;
 
+#[cfg(all(test, not(feature = "loom")))]
+pub(crate) use segment::ShmSegment;
+
 /// What carries a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum HostLinkKind {

@@ -44,7 +44,10 @@ impl HostReadSource {
     }
 
     /// Copies ranges, at most a chunk, of an operation of so many bytes into a region of ours.
-    pub(crate) fn read(
+    ///
+    /// # Safety
+    /// The ranges are inside the `len` bytes of this and inside the region.
+    pub(crate) unsafe fn read(
         &self,
         chunk: (&[CopySlice], u64),
         into: &HostRegion,
@@ -54,7 +57,9 @@ impl HostReadSource {
             return HostCopyStatus::Refused;
         }
         let Some(_registered) = into.hold() else { return HostCopyStatus::Destination };
-        match copy(chunk, &self.reach, &into.reach, scratch) {
+        // SAFETY: The ranges are the caller's promise. What is read is kept by `self`, what is
+        // written is registered as long as it is held.
+        match unsafe { copy(chunk, &self.reach, &into.reach, scratch) } {
             Err(CopyFault::Source) => HostCopyStatus::Source,
             Err(CopyFault::Destination) => HostCopyStatus::Destination,
             // What was read of a region that is gone may be anything.
@@ -135,6 +140,8 @@ struct HostCompletionRing {
     announced: bool,
     /// The owner was rung, and has not yet heard that.
     rung: bool,
+    /// One ring was heard as a stray, and is not to be heard again.
+    heard_one: bool,
     attended: bool,
 }
 
@@ -157,6 +164,7 @@ impl HostCompletionRing {
             self.rung = true;
         }
         if std::mem::take(&mut self.rung)
+            && !std::mem::take(&mut self.heard_one)
             && let Some(bell) = &self.heard
         {
             bell.hear();
@@ -193,9 +201,15 @@ impl HostOutboundLink {
         let (bell, answers) = local
             .map(|LocalOutbound { segment, bell, heard, .. }| {
                 let ring = Consumer::new(segment.answers());
-                let (announced, rung, attended) = (false, false, false);
-                let record = Vec::new();
-                let ring = HostCompletionRing { ring, record, heard, announced, rung, attended };
+                let ring = HostCompletionRing {
+                    ring,
+                    record: Vec::new(),
+                    heard,
+                    announced: false,
+                    rung: false,
+                    heard_one: false,
+                    attended: false,
+                };
                 (bell, Mutex::new(ring))
             })
             .unzip();
@@ -274,10 +288,14 @@ impl HostOutboundLink {
         }
     }
 
-    /// The owner was rung by the peer, for whatever.
+    /// The owner was rung by the peer, for whatever; it looks for that afterwards.
     pub(crate) fn hear_bell(&self) {
-        if let Some(bell) = self.answers().as_ref().and_then(|answers| answers.heard.as_ref()) {
+        if let Some(mut answers) = self.answers()
+            && let Some(bell) = &answers.heard
+        {
             bell.hear();
+            // If it was no stray, the next ring is for what comes after.
+            answers.heard_one = true;
         }
     }
 

@@ -204,9 +204,12 @@ impl RecordStream {
         Ok(budget < SEND_MAX)
     }
 
-    fn receive(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
+    /// # Safety
+    /// As for [`sys::receive_ranges`].
+    unsafe fn receive(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
         loop {
-            match self.socket.receive_ranges(ranges) {
+            // SAFETY: The caller promises it.
+            match unsafe { self.socket.receive_ranges(ranges) } {
                 Err(Errno::INTR) => {}
                 other => return other,
             }
@@ -237,7 +240,8 @@ impl RecordStream {
             self.unread = 0..self.unread.len();
             let space = &mut self.input[self.unread.end..];
             let space = [range(space.as_mut_ptr() as u64, space.len() as u64)];
-            match self.receive(&space) {
+            // SAFETY: The one range is what is left of a buffer of this stream.
+            match unsafe { self.receive(&space) } {
                 Ok(0) => return Err(HostCloseReason::Closed),
                 Ok(count) => self.unread.end += count as usize,
                 Err(Errno::AGAIN) => self.readable = false,
@@ -305,7 +309,9 @@ impl RecordStream {
                 vec![range(bounce.as_mut_ptr() as u64, landing.left.min(BOUNCE))]
             }
         };
-        let got = self.receive(&ranges);
+        // SAFETY: The ranges are in the buffer, or inside the region, as whoever made the landing
+        // has seen to; the caller holds that, and who registered it promises that it may be written.
+        let got = unsafe { self.receive(&ranges) };
         let placed = match got {
             Ok(count) if direct.is_none() => landing.place(&bounce[..count as usize], cx),
             _ => true,
@@ -348,7 +354,11 @@ impl ScatterReceive {
                 at += slice.len;
             }
             let here = HostMemoryAccess::Here { base: bytes.as_ptr() as u64, map: None };
-            if crate::copy::copy((&cx.chunk, 0), &here, &region.reach, &mut cx.scratch).is_err() {
+            // SAFETY: The chunk was cut to what is in `bytes`; its ranges are inside the region, as
+            // above, which the caller of `land` holds.
+            let copied =
+                unsafe { crate::copy::copy((&cx.chunk, 0), &here, &region.reach, &mut cx.scratch) };
+            if copied.is_err() {
                 return false;
             }
         }
@@ -367,7 +377,9 @@ impl TcpFrame {
             payload.failed |= held.is_none();
             payload.gather(&mut ranges, &mut bounce, cx);
         }
-        let sent = socket.send_ranges(&ranges);
+        // SAFETY: The head and the bounce buffer are of this call, and the holder of a region keeps it
+        // mapped, which whoever registered it vouched for.
+        let sent = unsafe { socket.send_ranges(&ranges) };
         cx.bounce = bounce;
         let sent = match (sent, &mut self.payload) {
             // The ranges of the memory, not the head.
@@ -412,7 +424,11 @@ impl Payload {
             cx.chunk.retain(|slice| slice.len > 0);
             let here = HostMemoryAccess::Here { base: bounce.as_mut_ptr() as u64, map: None };
             let reach = &self.region.reach;
-            self.failed = crate::copy::copy((&cx.chunk, 0), reach, &here, &mut cx.scratch).is_err();
+            // SAFETY: The chunk was cut to the length of the buffer, and its ranges are inside the
+            // region, which the caller holds.
+            let copied =
+                unsafe { crate::copy::copy((&cx.chunk, 0), reach, &here, &mut cx.scratch) };
+            self.failed = copied.is_err();
         }
         if self.failed {
             bounce.fill(0);

@@ -30,10 +30,14 @@ impl TcpLinkSocket {
 
     /// Sends from ranges of memory. What is encrypted counts as sent, and is sent by
     /// [`TcpLinkSocket::flush`] where the socket takes no more.
-    pub(super) fn send_ranges(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
+    ///
+    /// # Safety
+    /// The ranges are memory that is mapped; somebody may write it meanwhile.
+    pub(super) unsafe fn send_ranges(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
         match &mut self.encrypted {
             None => sys::send_ranges(self.socket.as_fd(), ranges),
-            Some(link) => link.send_ranges(self.socket.as_fd(), ranges),
+            // SAFETY: The caller promises it.
+            Some(link) => unsafe { link.send_ranges(self.socket.as_fd(), ranges) },
         }
     }
 
@@ -41,10 +45,15 @@ impl TcpLinkSocket {
     ///
     /// # Errors
     /// `BADMSG` for what the peer did not encrypt.
-    pub(super) fn receive_ranges(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
+    ///
+    /// # Safety
+    /// The ranges are memory that is mapped, may be written, and that nobody has a reference to.
+    pub(super) unsafe fn receive_ranges(&mut self, ranges: &[libc::iovec]) -> Result<u64, Errno> {
         match &mut self.encrypted {
-            None => sys::receive_ranges(self.socket.as_fd(), ranges),
-            Some(link) => link.receive_ranges(self.socket.as_fd(), ranges),
+            // SAFETY: The caller promises it.
+            None => unsafe { sys::receive_ranges(self.socket.as_fd(), ranges) },
+            // SAFETY: As above.
+            Some(link) => unsafe { link.receive_ranges(self.socket.as_fd(), ranges) },
         }
     }
 
@@ -131,7 +140,9 @@ impl EncryptedLink {
         self.flush(socket)
     }
 
-    fn send_ranges(
+    /// # Safety
+    /// As for [`TcpLinkSocket::send_ranges`].
+    unsafe fn send_ranges(
         &mut self,
         socket: BorrowedFd<'_>,
         ranges: &[libc::iovec],
@@ -149,9 +160,8 @@ impl EncryptedLink {
                 && let Some(from) = &mut range
             {
                 let len = from.iov_len.min(room);
-                // SAFETY: The range is of memory that its holder keeps mapped, or of a buffer of
-                // the caller, and there is room: it was reserved. Somebody may write there, so no
-                // reference to it is made.
+                // SAFETY: The caller promises that it is mapped, and there is room: it was reserved.
+                // Somebody may write there, so no reference to it is made.
                 unsafe {
                     let end = self.out.as_mut_ptr().add(self.out.len());
                     std::ptr::copy_nonoverlapping(from.iov_base.cast::<u8>(), end, len);
@@ -177,7 +187,9 @@ impl EncryptedLink {
         }
     }
 
-    fn receive_ranges(
+    /// # Safety
+    /// As for [`TcpLinkSocket::receive_ranges`].
+    unsafe fn receive_ranges(
         &mut self,
         socket: BorrowedFd<'_>,
         ranges: &[libc::iovec],
@@ -191,7 +203,7 @@ impl EncryptedLink {
                 }
                 let bytes = &self.input[self.opened.clone()];
                 let len = bytes.len().min(range.iov_len - at);
-                // SAFETY: As where it is sent from, and `at` is inside of the range.
+                // SAFETY: The caller promises it of the range, and `at` is inside.
                 unsafe {
                     let to = range.iov_base.cast::<u8>().add(at);
                     std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len);
@@ -236,7 +248,8 @@ impl EncryptedLink {
         self.unopened = 0..self.unopened.len();
         let room = &mut self.input[self.unopened.end..];
         let room = [sys::range(room.as_mut_ptr() as u64, room.len() as u64)];
-        match sys::receive_ranges(socket, &room)? {
+        // SAFETY: A buffer of our own, which nothing else looks at meanwhile.
+        match unsafe { sys::receive_ranges(socket, &room)? } {
             // An end that the peer does not vouch for says nothing of what it still does.
             0 => Err(Errno::CONNRESET),
             count => {

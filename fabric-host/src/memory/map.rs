@@ -18,7 +18,7 @@ pub(crate) struct MemfdMapping {
     whole: bool,
 }
 
-// SAFETY: The mapping stays where it is for the life of `Map`, whoever holds it.
+// SAFETY: The mapping stays where it is until this is dropped, on whichever thread.
 unsafe impl Send for MemfdMapping {}
 // SAFETY: Access is through raw pointers or atomics only.
 unsafe impl Sync for MemfdMapping {}

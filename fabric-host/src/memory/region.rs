@@ -118,8 +118,9 @@ impl HostRegion {
     pub(crate) fn new(id: RegionId, token: u64, memory: Memory) -> Result<HostRegion, FabricError> {
         let (mut file, mut proof) = (None, None);
         let reach = match memory {
-            Memory::Own { base, len } => {
-                match sys::probe_process(std::process::id(), base, len) {
+            Memory::Own(range) => {
+                let base = range.base();
+                match sys::probe_process(std::process::id(), base, range.len()) {
                     // Where the kernel does not say, the owner's word has to do.
                     Ok(()) | Err(Errno::PERM | Errno::NOSYS) => {
                         HostMemoryAccess::Here { base, map: None }
@@ -128,7 +129,9 @@ impl HostRegion {
                 }
             }
             Memory::MemFd { fd, len } if fd >= 0 => {
-                // SAFETY: The owner passes a descriptor of its own; a wrong one is an error below.
+                // SAFETY: It is not used beyond the copy that is made of it next. What is none is an
+                // error; one of somebody else is copied as any code of this process can do by
+                // /proc/self/fd, and used only if it is a memory file that cannot shrink.
                 let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
                 let ours = fcntl_dupfd_cloexec(theirs, 0)
                     .map_err(|why| backend(format!("descriptor {fd}: {why}")))?;
@@ -151,6 +154,12 @@ impl HostRegion {
                 file = Some(theirs);
                 map.enter_pages();
                 HostMemoryAccess::Here { base: map.start() as u64, map: Some(map) }
+            }
+            // What writes to other processes is not to write to this one.
+            Memory::OtherProcess { pid, .. } if pid == std::process::id() => {
+                return Err(backend(format!(
+                    "memory of process {pid}, which is this one: register it as its own"
+                )));
             }
             Memory::OtherProcess { pid, base, len } => {
                 let process = PidfdProcess::open(pid)

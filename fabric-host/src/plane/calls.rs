@@ -67,12 +67,16 @@ impl DataPlane for HostPlane {
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
         let base = match memory {
-            Memory::Own { base, .. } | Memory::OtherProcess { base, .. } => base,
+            Memory::Own(range) => range.base(),
+            Memory::OtherProcess { base, .. } => base,
             Memory::MemFd { fd, .. } if fd >= 0 => 0,
             Memory::MemFd { fd, .. } => return invalid(format!("descriptor {fd}")),
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
         self.ledger.check_register(region, memory, base)?;
+        if let Some(why) = memory.unproven() {
+            return invalid(why);
+        }
         let made = HostRegion::new(region, self.hub.next_token(), memory).and_then(|made| {
             let made = Arc::new(made);
             self.hub.add_region(&made).map(|()| made)
@@ -188,6 +192,11 @@ impl DataPlane for HostPlane {
         if let Some(bell) = self.hub.bell() {
             bell.hear();
         }
+        if self.idle_polls >= STRAYS_EVERY {
+            // Ahead of looking: what is heard may be no stray.
+            self.idle_polls = 0;
+            self.hear_strays();
+        }
         self.take_worker_events();
         let news = !self.ledger.events.is_empty();
         out.extend(self.ledger.events.drain(..));
@@ -198,13 +207,8 @@ impl DataPlane for HostPlane {
         if !told || !self.links.values().all(|link| link.sleep_of_owner()) {
             return NextPoll::Ready;
         }
-        if !news {
-            // Now and then: it takes a system call, and fewer strays than that fill no bell.
-            self.idle_polls = self.idle_polls.wrapping_add(1);
-            if self.idle_polls.is_multiple_of(STRAYS_EVERY) {
-                self.hear_strays();
-            }
-        }
+        // Now and then strays are looked for: it takes a system call, and fewer fill no bell.
+        self.idle_polls += u32::from(!news);
         next_poll(now, self.next_deadline())
     }
 }

@@ -3,6 +3,8 @@
 mod build;
 mod calls;
 mod close;
+#[cfg(all(test, not(feature = "loom")))]
+mod lost_rings;
 mod submit;
 mod worker_events;
 

@@ -60,7 +60,10 @@ impl InlineCopier {
     }
 
     /// A whole read, by the thread that asks for it.
-    fn read(
+    ///
+    /// # Safety
+    /// The slices are inside the source and the region.
+    unsafe fn read(
         &mut self,
         source: &HostReadSource,
         into: &HostRegion,
@@ -69,7 +72,8 @@ impl InlineCopier {
         let mut cursor = SliceCursor::default();
         while !cursor.is_at_end(slices) {
             let chunk = cursor.chunk(slices, &mut self.chunk);
-            match source.read((chunk, bytes), into, &mut self.scratch) {
+            // SAFETY: The caller promises it of all the slices.
+            match unsafe { source.read((chunk, bytes), into, &mut self.scratch) } {
                 HostCopyStatus::Done => {}
                 failed => return failed,
             }
@@ -102,7 +106,9 @@ impl HostPlane {
                 if inline <= self.hub.config.inline_max.into() {
                     self.inline_copier.copied = inline;
                     let slices = (&self.slices[..], bytes);
-                    read = Some(self.inline_copier.read(source, region, slices));
+                    // SAFETY: `merge` has found them inside both regions, and a session is not
+                    // opened whose source is shorter than it says.
+                    read = Some(unsafe { self.inline_copier.read(source, region, slices) });
                 } else {
                     link.read(HostReadJob::Copy {
                         op,

@@ -2,7 +2,7 @@
 
 use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
 use kvferry_engine::fabric::{
-    Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts,
+    Caps, Credits, DataPlane, FenceScope, Memory, OwnMemory, Placement, PlaneTimeouts,
 };
 use kvferry_fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
 use serde::{Deserialize, Serialize};
@@ -103,7 +103,8 @@ impl HostTestMemory {
             Some(pool) => pool.memory(),
             None => {
                 let base = self.own.as_mut_ptr() as u64;
-                Memory::Own { base, len: self.own.len() as u64 }
+                // SAFETY: Tests drop their planes first, and look when nothing lands.
+                Memory::Own(unsafe { OwnMemory::new(base, self.own.len() as u64) })
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::common::patient;
 use crate::forged::{AttackedPlane, ForgedMessage, ForgedRegion, hear, own_memory, write_record};
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 /// Address space without memory: reads find zeros.
@@ -19,7 +19,9 @@ fn vast(len: u64) -> u64 {
 fn parts_whose_bytes_overflow_end_the_link() {
     let len = 1 << 44;
     let base = vast(len);
-    let victim = AttackedPlane::new(patient(), Memory::Own { base, len });
+    // SAFETY: It is never unmapped, and nobody looks at it.
+    let memory = Memory::Own(unsafe { OwnMemory::new(base, len) });
+    let victim = AttackedPlane::new(patient(), memory);
     let (socket, mut segment) = victim.enter();
     let local = ForgedRegion { base, len, process: None, file: false };
     let (answer, _) = victim.open(&socket, local, None);

@@ -1,14 +1,15 @@
 //! The protocol of host planes as an attacker writes it down, and a plane to attack.
+#![allow(dead_code, reason = "the fuzz target that includes this uses some of it")]
 
-use crate::common::patient;
+use super::patient;
 use kvferry_engine::core::dialect::moriio::descriptor::{
     DescLayout, MoriEngineDesc, MoriMemoryDesc,
 };
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{DataEvent, DataPlane, Memory, RegionId};
+use kvferry_engine::fabric::{DataEvent, DataPlane, Memory, OwnMemory, RegionId};
 use kvferry_fabric_host::{DataPath, HostConfig, HostCounters, HostPlane};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg,
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::ops::Deref;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -105,9 +106,9 @@ pub(crate) struct AttackedPlane {
 
 /// What of it everybody of this host can find out.
 pub(crate) struct AttackedAddress {
-    engine: MoriEngineDesc,
-    incarnation: u64,
-    token: u64,
+    pub(crate) engine: MoriEngineDesc,
+    pub(crate) incarnation: u64,
+    pub(crate) token: u64,
 }
 
 impl Deref for AttackedPlane {
@@ -124,14 +125,7 @@ impl AttackedPlane {
     pub(crate) fn new(config: HostConfig, memory: Memory) -> AttackedPlane {
         let config = HostConfig { open_door: true, ..config };
         let mut plane = HostPlane::new(config).expect("a plane at loopback");
-        plane.register(REGION, memory).expect("memory is taken");
-        let mut events = Vec::new();
-        plane.poll(Nanos::ZERO, &mut events);
-        let [DataEvent::Registered { result: Ok(desc), .. }] = &events[..] else {
-            panic!("{events:?}")
-        };
-        let (_, desc) = MoriMemoryDesc::decode(&desc.0).expect("a descriptor");
-        let token = u64::from_le_bytes(desc.ipc_handle[16..24].try_into().expect("eight bytes"));
+        let token = register(&mut plane, REGION, memory);
         let engine = MoriEngineDesc::decode(&plane.address().0).expect("an address");
         let (_, incarnation) = engine.node_id.rsplit_once('/').expect("an incarnation");
         let incarnation = u64::from_str_radix(incarnation, 16).expect("hex");
@@ -142,7 +136,9 @@ impl AttackedPlane {
     pub(crate) fn of_own_memory() -> AttackedPlane {
         let bytes = Box::leak(vec![0xa5_u8; 8_192].into_boxed_slice());
         let (base, len) = (bytes.as_mut_ptr() as u64, bytes.len() as u64);
-        AttackedPlane::new(patient(), Memory::Own { base, len })
+        // SAFETY: It is never freed, and nobody has a reference to it.
+        let memory = Memory::Own(unsafe { OwnMemory::new(base, len) });
+        AttackedPlane::new(patient(), memory)
     }
 
     /// Waits for a count of the plane.
@@ -155,19 +151,36 @@ impl AttackedPlane {
     }
 }
 
+/// Registers memory; what peers have to know of it.
+pub(crate) fn register(plane: &mut HostPlane, region: RegionId, memory: Memory) -> u64 {
+    plane.register(region, memory).expect("memory is taken");
+    let mut events = Vec::new();
+    plane.poll(Nanos::ZERO, &mut events);
+    let [DataEvent::Registered { result: Ok(desc), .. }] = &events[..] else {
+        panic!("{events:?}")
+    };
+    let (_, desc) = MoriMemoryDesc::decode(&desc.0).expect("a descriptor");
+    u64::from_le_bytes(desc.ipc_handle[16..24].try_into().expect("eight bytes"))
+}
+
 impl AttackedAddress {
-    /// A hello of a plane that says to be process `pid` of this host.
-    pub(crate) fn hello(&self, pid: u32) -> ForgedMessage {
+    /// The address of a plane that says to be process `pid` of this host.
+    pub(crate) fn sender(&self, name: &str, pid: u32) -> Vec<u8> {
         let (node, _) = self.engine.node_id.rsplit_once('/').expect("an incarnation");
         let from = MoriEngineDesc {
-            key: "stranger".into(),
+            key: name.into(),
             node_id: format!("{node}/{:016x}", 77).into(),
             pid: pid as i32,
             ..self.engine.clone()
         };
+        from.encode(DescLayout::V1_2_2)
+    }
+
+    /// A hello of a plane that says to be process `pid` of this host.
+    pub(crate) fn hello(&self, pid: u32) -> ForgedMessage {
         ForgedMessage::Hello {
             version: VERSIONS.0,
-            from: from.encode(DescLayout::V1_2_2),
+            from: self.sender("stranger", pid),
             to: (self.engine.key.to_string(), self.incarnation),
             pass: 0,
             link: 0,
@@ -198,7 +211,12 @@ impl AttackedAddress {
         let mut segment = ForgedSegment::new();
         say(&socket, &self.hello(pid), &[segment.file.as_fd(), bell]);
         let (answer, fds) = hear(&socket).expect("an answer to the hello");
-        segment.bell = fds.into_iter().next();
+        segment.bell = fds.first().map(|sent| {
+            // For reading, too: a write to a pipe that nobody reads any more is a signal.
+            let path = format!("/proc/self/fd/{}", sent.as_raw_fd());
+            let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty()).expect("a pipe")
+        });
         (socket, segment, answer)
     }
 
@@ -243,13 +261,17 @@ pub(crate) fn bell() -> (OwnedFd, OwnedFd) {
 
 /// Sends a message with descriptors.
 pub(crate) fn say(socket: &OwnedFd, message: &ForgedMessage, fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    assert!(is_sent(socket, &message.encode(), fds), "the plane listens");
+}
+
+/// Sends bytes with at most four descriptors; false if the other side has hung up.
+pub(crate) fn is_sent(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> bool {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(fds));
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)), "too many descriptors");
     }
-    let bytes = message.encode();
-    sendmsg(socket, &[IoSlice::new(&bytes)], &mut ancillary, SendFlags::NOSIGNAL).expect("sent");
+    sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL).is_ok()
 }
 
 /// The next message; none if the other side has hung up.
@@ -279,33 +301,86 @@ const WORDS: usize = FRONT + 2 * RING;
 /// The memory of a local link, as who dials makes it.
 pub(crate) struct ForgedSegment {
     pub(crate) file: OwnedFd,
-    words: &'static [AtomicU64],
+    words: ForgedWords,
     tail: u64,
+    /// Of the answers.
+    head: u64,
     /// What the plane is rung by.
-    bell: Option<OwnedFd>,
+    pub(crate) bell: Option<OwnedFd>,
+}
+
+/// Mapped words.
+struct ForgedWords(*mut AtomicU64);
+
+// SAFETY: They are atomics, which any thread may use.
+unsafe impl Send for ForgedWords {}
+
+impl Deref for ForgedWords {
+    type Target = [AtomicU64];
+
+    fn deref(&self) -> &[AtomicU64] {
+        // SAFETY: The mapping has as many, and lives as long as this.
+        unsafe { std::slice::from_raw_parts(self.0, WORDS) }
+    }
+}
+
+impl Drop for ForgedWords {
+    fn drop(&mut self) {
+        // SAFETY: Nobody refers to the mapping any more.
+        unsafe { munmap(self.0.cast(), 8 * WORDS) }.expect("a mapping");
+    }
 }
 
 impl ForgedSegment {
-    fn new() -> ForgedSegment {
+    pub(crate) fn new() -> ForgedSegment {
         let file = memory_file(8 * WORDS as u64);
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: A new mapping of a file of that length, which is never unmapped.
-        let words = unsafe {
-            let start = mmap(std::ptr::null_mut(), 8 * WORDS, access, MapFlags::SHARED, &file, 0);
-            std::slice::from_raw_parts(start.expect("a mapping").cast::<AtomicU64>(), WORDS)
-        };
-        ForgedSegment { file, words, tail: 0, bell: None }
+        // SAFETY: A new mapping of a file of that length.
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), 8 * WORDS, access, MapFlags::SHARED, &file, 0) };
+        let words = ForgedWords(start.expect("a mapping").cast());
+        ForgedSegment { file, words, tail: 0, head: 0, bell: None }
+    }
+
+    /// Writes any word of the segment.
+    pub(crate) fn poke(&self, at: usize, word: u64) {
+        self.words[at % WORDS].store(word, Ordering::SeqCst);
+    }
+
+    /// True if the plane has taken all records, or the link is shut.
+    pub(crate) fn is_taken(&self) -> bool {
+        let is_shut = self.words[0].load(Ordering::SeqCst) == 0;
+        is_shut || self.words[FRONT + 8].load(Ordering::SeqCst) == self.tail
+    }
+
+    /// The next answer, if there is one.
+    pub(crate) fn pop(&mut self) -> Option<Vec<u64>> {
+        let answers = &self.words[FRONT + RING..];
+        if answers[0].load(Ordering::Acquire) == self.head {
+            return None;
+        }
+        let word =
+            |n: u64| answers[HEADER + (self.head + n) as usize % RECORDS].load(Ordering::Relaxed);
+        let record: Vec<u64> = (1..=word(0)).map(word).collect();
+        self.head += record.len() as u64 + 1;
+        answers[8].store(self.head, Ordering::Release);
+        Some(record)
+    }
+
+    /// True if the ring of requests has room for a record of so many words.
+    pub(crate) fn has_room(&self, words: usize) -> bool {
+        let taken = self.words[FRONT + 8].load(Ordering::Acquire);
+        taken.saturating_add(RECORDS as u64) > self.tail + words as u64
     }
 
     /// Puts a record into the ring of requests once there is room.
     pub(crate) fn push(&mut self, record: &[u64]) {
-        let requests = &self.words[FRONT..FRONT + RING];
-        let need = record.len() as u64 + 1;
         let start = Instant::now();
-        while self.tail + need - requests[8].load(Ordering::Acquire) > RECORDS as u64 {
+        while !self.has_room(record.len()) {
             assert!(start.elapsed() < PATIENCE, "nothing is taken out of the ring");
             std::thread::yield_now();
         }
+        let requests = &self.words[FRONT..FRONT + RING];
         for word in std::iter::once(&(record.len() as u64)).chain(record) {
             let at = HEADER + self.tail as usize % RECORDS;
             requests[at].store(*word, Ordering::Relaxed);
@@ -315,7 +390,8 @@ impl ForgedSegment {
         if requests[16].swap(0, Ordering::SeqCst) == 1
             && let Some(bell) = &self.bell
         {
-            rustix::io::write(bell, &1_u64.to_ne_bytes()).expect("it is rung");
+            // Where there is no room it was rung before.
+            let _rung = rustix::io::write(bell, &[1]);
         }
     }
 

@@ -4,6 +4,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod addresses;
 mod arithmetic;
 mod doorbells;
 mod files;
@@ -14,6 +15,7 @@ mod policy;
 mod processes;
 mod users;
 
+use common::patient;
 use common::remote::serve_if_child;
 
 /// The other process: this test, executed again by the others.

@@ -4,7 +4,7 @@ use crate::common::patient;
 use crate::common::remote::{HostTestSetup, start};
 use crate::forged::{AttackedPlane, ForgedMessage, ForgedRegion, bell, own_memory};
 use kvferry_engine::conformance::PlaneUnderTest;
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use kvferry_fabric_host::{HostConfig, PeerTrust};
 use std::os::fd::AsFd;
 
@@ -47,7 +47,9 @@ fn a_user_that_is_configured_is_greeted_but_its_memory_is_not_read() {
         ..patient()
     };
     let bytes = Box::leak(vec![7_u8; 4_096].into_boxed_slice());
-    let memory = Memory::Own { base: bytes.as_ptr() as u64, len: bytes.len() as u64 };
+    let (base, len) = (bytes.as_mut_ptr() as u64, bytes.len() as u64);
+    // SAFETY: It is never freed, and nobody writes it.
+    let memory = Memory::Own(unsafe { OwnMemory::new(base, len) });
     let victim = AttackedPlane::new(config, memory);
     let (at, own) = (&*victim, own_memory(bytes));
     let open = || {
@@ -81,7 +83,8 @@ fn started(pid: u32) -> u64 {
 fn memory_of_a_process_that_the_peer_may_not_read_is_no_source() {
     let config = HostConfig { open_door: true, ..patient() };
     let mut other = start(&HostTestSetup { config, memory: 8_192, file: false });
-    let Memory::Own { base, len } = other.memory() else { panic!("own memory") };
+    let Memory::Own(range) = other.memory() else { panic!("own memory") };
+    let (base, len) = (range.base(), range.len());
     let victim = AttackedPlane::of_own_memory();
     let (socket, _segment) = victim.enter();
     let process = Some((other.pid(), started(other.pid())));

@@ -3,8 +3,8 @@
 use crate::{BenchRanges, Poster};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId, RegionId,
-    SessionId, Submit,
+    Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, OwnMemory, PeerId,
+    RegionId, SessionId, Submit,
 };
 use kvferry_fabric_mori::{MoriConfig, MoriPlane, Shim};
 use mori_sys::ShimSearchPath;
@@ -71,7 +71,8 @@ impl PlanePoster<'_> {
     fn meet(&mut self, bytes: u64) {
         let PlanePoster { near, far, _memory: memory, .. } = self;
         for (plane, memory) in [(&mut *near, &memory[0]), (&mut *far, &memory[1])] {
-            let memory = Memory::Own { base: memory.as_ptr() as u64, len: bytes };
+            // SAFETY: The poster keeps the memory as long as both planes, and looks at none of it.
+            let memory = Memory::Own(unsafe { OwnMemory::new(memory.as_ptr() as u64, bytes) });
             plane.register(REGION, memory).expect("memory");
         }
         let [near_at, far_at] = [near.address(), far.address()];

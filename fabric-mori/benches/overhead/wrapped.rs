@@ -6,7 +6,7 @@ use crate::mori::{
     MoriEngineHandle, MoriMemoryHandle, MoriSessionHandle, MoriStatusCode, MoriTransferStatus,
 };
 use crate::{BenchRanges, Poster};
-use kvferry_engine::fabric::{Direction, Memory, OpId, SessionId, Submit};
+use kvferry_engine::fabric::{Direction, Memory, OpId, OwnMemory, SessionId, Submit};
 use mori_sys::{Shim, ShimSearchPath};
 use std::collections::VecDeque;
 
@@ -35,7 +35,10 @@ impl WrappedPoster<'_> {
             .map(|key| MoriEngineHandle::new(&shim, &config, key).expect("an engine"));
         let [engine, far] = engines;
         engine.add_peer(&far.desc().expect("a descriptor")).expect("it is understood");
-        let own = |memory: &Vec<u8>| Memory::Own { base: memory.as_ptr() as u64, len: bytes };
+        // SAFETY: The poster keeps the memory as long as both regions, and looks at none of it.
+        let own = |memory: &Vec<u8>| unsafe {
+            Memory::Own(OwnMemory::new(memory.as_ptr() as u64, bytes))
+        };
         let local = engine.register(own(&memory[0])).expect("memory");
         let remote = far.register(own(&memory[1])).expect("memory");
         let session =

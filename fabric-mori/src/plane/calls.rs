@@ -65,7 +65,7 @@ impl MoriPlane {
     fn cannot_pin(&self, memory: Memory) -> Option<Arc<str>> {
         let pins = self.common.config.backend == MoriBackend::Rdma
             && self.common.config.devices
-            && matches!(memory, Memory::Own { .. });
+            && matches!(memory, Memory::Own(_));
         let limit = preflight::memlock_limit().filter(|_| pins)?;
         let all = self.ledger.regions.values().map(|held| held.len).sum::<u64>() + memory.len();
         let todo = preflight::MEMLOCK;
@@ -116,10 +116,13 @@ impl DataPlane for MoriPlane {
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
         let base = match memory {
-            Memory::Own { base, .. } | Memory::Device { base, .. } => base,
+            Memory::Own(range) | Memory::Device { range, .. } => range.base(),
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
         self.ledger.check_register(region, memory, base)?;
+        if let Some(why) = memory.unproven() {
+            return invalid(why);
+        }
         let lacking = self.cannot_pin(memory);
         self.ledger.regions.insert(region, LedgerRegion::new(memory.len(), ()));
         match lacking {

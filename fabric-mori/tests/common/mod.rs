@@ -5,7 +5,7 @@ pub(crate) mod world;
 
 use kvferry_engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, SecondPlane};
 use kvferry_engine::fabric::{
-    Caps, Credits, DataPlane, FenceScope, Memory, Placement, PlaneTimeouts,
+    Caps, Credits, DataPlane, FenceScope, Memory, OwnMemory, Placement, PlaneTimeouts,
 };
 use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane, Shim};
 use mori_sys::ShimSearchPath;
@@ -99,9 +99,11 @@ impl PlaneUnderTest for MoriTestPlane {
 
     fn memory(&mut self) -> Memory {
         let (base, len) = (self.bytes.as_mut_ptr() as u64, self.bytes.len() as u64);
+        // SAFETY: The plane is dropped first, and a test looks at the bytes when nothing lands.
+        let range = unsafe { OwnMemory::new(base, len) };
         match self.plane.config().backend {
-            MoriBackend::Rdma => Memory::Own { base, len },
-            MoriBackend::Xgmi => Memory::Device { base, len, device: 0 },
+            MoriBackend::Rdma => Memory::Own(range),
+            MoriBackend::Xgmi => Memory::Device { range, device: 0 },
         }
     }
 

@@ -116,7 +116,7 @@ impl MoriTestWorld {
     /// Address of a plane's memory.
     pub(crate) fn base(&mut self, at: usize) -> u64 {
         match self.locals[at].memory() {
-            Memory::Own { base, .. } | Memory::Device { base, .. } => base,
+            Memory::Own(range) | Memory::Device { range, .. } => range.base(),
             other => panic!("{other:?}"),
         }
     }

@@ -198,7 +198,7 @@ impl DataPlane for SimDataPlane {
         if memory.is_empty() {
             return invalid("empty region");
         }
-        if !matches!(memory, Memory::Own { .. } | Memory::Device { .. }) {
+        if !matches!(memory, Memory::Own(_) | Memory::Device { .. }) {
             return Err(Refused::Unsupported("memory of another process".into()));
         }
         self.registrations += 1;

@@ -26,7 +26,7 @@ pub use kvferry_scenarios::run::MemoryFidelity;
 pub use shape::{MemoryShape, PieceSize, ShapeError};
 
 use cells::{CellStore, PartialRow};
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -169,7 +169,7 @@ impl RankStore {
     /// What to register for a segment (index into the regions of the rank's layout).
     pub fn memory(&self, segment: usize, device: u32) -> Memory {
         let len = self.shape.segments[segment].len;
-        Memory::Device { base: segment_base(segment), len, device }
+        Memory::Device { range: OwnMemory::unproven(segment_base(segment), len), device }
     }
 
     pub fn segments(&self) -> usize {
@@ -178,9 +178,8 @@ impl RankStore {
 
     /// The place that a registration names; none if it leaves its segment.
     pub(crate) fn place(&self, memory: &Memory) -> Option<SegmentOffset> {
-        let (Memory::Device { base, len, .. } | Memory::Own { base, len }) = *memory else {
-            return None;
-        };
+        let (Memory::Device { range, .. } | Memory::Own(range)) = memory else { return None };
+        let (base, len) = (range.base(), range.len());
         let segment = (base / segment_base(0)).checked_sub(1)? as usize;
         let base = base % segment_base(0);
         let fits = base.checked_add(len)? <= self.shape.segments.get(segment)?.len;

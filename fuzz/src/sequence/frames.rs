@@ -124,19 +124,28 @@ pub(super) fn hello(
     })
 }
 
+/// A number that a peer says: the last of a byte are the last of 32 bits.
+pub(super) fn said(number: u8) -> u32 {
+    if number < 224 { number.into() } else { u32::MAX - u32::from(u8::MAX - number) }
+}
+
+/// The same of 64 bits.
+pub(super) fn said_long(number: u8) -> u64 {
+    if number < 224 { number.into() } else { u64::MAX - u64::from(u8::MAX - number) }
+}
+
 /// A native message; tags that the core used are in `known`.
 pub(super) fn message(saying: &NativeMessageSpec, known: &[AttemptTag]) -> Message {
     let tag = saying.tag.and_then(|at| known.get(usize::from(at) % known.len().max(1))).cloned();
     let tag = tag.unwrap_or_else(|| AttemptTag {
         key: TransferKey { id: transfer(saying.transfer), prompt: 0 },
         sibling: u32::from(saying.sibling % 4),
-        attempt: Attempt(u32::from(saying.attempt)),
+        attempt: Attempt(said(saying.attempt)),
     });
-    let tokens = u32::from(saying.tokens);
-    let count = u32::from(saying.from);
-    let ids = saying.blocks.iter().map(|id| u32::from(*id)).collect();
-    let blocks = vec![BlockList { first: u32::from(saying.first), ids }];
-    let ranks = RankSet(u64::from(saying.ranks));
+    let (tokens, count) = (said(saying.tokens), said(saying.from));
+    let ids = saying.blocks.iter().map(|id| said(*id)).collect();
+    let blocks = vec![BlockList { first: said(saying.first), ids }];
+    let ranks = RankSet(said_long(saying.ranks));
     let lease = Nanos(saying.time);
     match saying.kind % 11 {
         0 => Message::Ask { tag, tokens },

@@ -117,7 +117,8 @@ impl FuzzNetwork {
     fn data(&mut self, link: LinkId, skew: i8, message: Message) -> FuzzFrame {
         let envelope = self.envelope(link);
         let next = self.next.entry((envelope.from.0, envelope.session)).or_default();
-        let seq = next.wrapping_add_signed(i64::from(skew));
+        // The furthest back is the last there can be.
+        let seq = if skew == i8::MIN { u64::MAX } else { next.wrapping_add_signed(skew.into()) };
         *next += u64::from(skew == 0);
         (link, vec![native::encode_data(&envelope, seq, &message)])
     }
@@ -135,7 +136,7 @@ impl FuzzNetwork {
                 return Some(self.data(link, skew.unwrap_or(0), message));
             }
             FuzzFrameSpec::Hello { peer, incarnation, session, odd } => {
-                let conversation = (u64::from(*incarnation), u64::from(*session));
+                let conversation = (frames::said_long(*incarnation), frames::said_long(*session));
                 Frame::Hello(frames::hello(self.role, *peer, conversation, *odd))
             }
             FuzzFrameSpec::Welcome { incarnation, session, odd } => {
@@ -152,7 +153,7 @@ impl FuzzNetwork {
                     ConnectionHeader { from: Incarnation(u64::from(*incarnation)), ..envelope };
                 Frame::Refuse { envelope, engine, reason: "no".into() }
             }
-            FuzzFrameSpec::Ack { next } => Frame::Ack { envelope, next: u64::from(*next) },
+            FuzzFrameSpec::Ack { next } => Frame::Ack { envelope, next: frames::said_long(*next) },
             FuzzFrameSpec::Probe => Frame::Probe { envelope },
             FuzzFrameSpec::Bye => Frame::Bye { envelope },
             FuzzFrameSpec::Abandon { transfer } => {

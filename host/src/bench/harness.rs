@@ -166,7 +166,9 @@ impl PlaneHarness {
     /// The plane does not take it.
     pub(super) fn register(&mut self) -> Result<RegionDesc, CommandError> {
         let what = format!("registering {} bytes with {}", self.len, self.backend);
-        let refused = self.plane.register(REGION, self.bytes.memory());
+        // SAFETY: The plane is dropped first, by the order of the fields.
+        let memory = unsafe { self.bytes.memory() };
+        let refused = self.plane.register(REGION, memory);
         refused.map_err(|why| CommandError::Input(format!("{what}: {why}")))?;
         let registered = self.wait(None, &what, |event| match event {
             DataEvent::Registered { region: REGION, result } => Some(result.clone()),

@@ -2,7 +2,7 @@
 
 use super::args::BenchPlan;
 use crate::instance::PlaneConfig;
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use kvferry_fabric_mori::{DeviceMemory, Shim, ShimSearchPath};
 use kvferry_faults::decide::mix;
@@ -56,13 +56,18 @@ impl BenchMemory {
         Ok(BenchMemory::Host { pool, file, writer, is_own, len })
     }
 
-    pub(super) fn memory(&self) -> Memory {
+    /// # Safety
+    /// This lives until the plane is dropped that it is registered with.
+    pub(super) unsafe fn memory(&self) -> Memory {
         match self {
             BenchMemory::Host { pool, is_own: true, len, .. } => {
-                Memory::Own { base: pool.start() as u64, len: *len }
+                // SAFETY: The pool is mapped as long as this lives, which the caller promises, and
+                // its bytes are looked at by its file alone.
+                Memory::Own(unsafe { OwnMemory::new(pool.start() as u64, *len) })
             }
             BenchMemory::Host { pool, .. } => pool.memory(),
-            BenchMemory::Device(memory) => memory.memory(),
+            // SAFETY: The same promise is what it asks for.
+            BenchMemory::Device(memory) => unsafe { memory.memory() },
         }
     }
 

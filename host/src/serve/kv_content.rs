@@ -41,24 +41,40 @@ pub(super) struct RankKv {
     layers: Vec<LayerLayout>,
 }
 
-// SAFETY: the memory belongs to this value; what peers do to it at the same time is what the
-// protocol orders, and bytes have no invalid values.
+// SAFETY: The address is used by `read` and `write` alone, to copy bytes, from whichever thread.
 unsafe impl Send for RankKv {}
 
 impl RankKv {
     /// The memory at `base`, one region.
     ///
     /// # Safety
-    /// `bytes` bytes from `base` on are mapped, readable and writable, as long as this lives.
+    /// `bytes` bytes from `base` on are mapped, readable and writable, as long as this lives, and
+    /// nobody has a reference to them.
     pub(super) unsafe fn new(base: *mut u8, bytes: usize, layers: Vec<LayerLayout>) -> RankKv {
         RankKv { base, bytes, layers }
     }
 
-    fn row(&mut self, start: u64, len: usize) -> &mut [u8] {
+    /// The first byte of a row.
+    fn row(&self, start: u64, len: usize) -> *mut u8 {
         let start = usize::try_from(start).expect("offsets of mapped memory");
         assert!(start.checked_add(len).is_some_and(|end| end <= self.bytes), "row out of memory");
-        // SAFETY: the range is inside the memory, see `new`.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(start), len) }
+        // SAFETY: It is inside the memory.
+        unsafe { self.base.add(start) }
+    }
+
+    /// Copies a row out of the memory, which peers may write meanwhile.
+    fn read(&self, start: u64, into: &mut [u8]) {
+        let row = self.row(start, into.len());
+        // SAFETY: The row is inside the memory, see `new`, and is no part of a buffer of Rust's. It
+        // is not referred to: whatever bytes come are bytes.
+        unsafe { std::ptr::copy_nonoverlapping(row, into.as_mut_ptr(), into.len()) }
+    }
+
+    /// Copies a row into the memory, which peers may read meanwhile.
+    fn write(&mut self, start: u64, bytes: &[u8]) {
+        let row = self.row(start, bytes.len());
+        // SAFETY: As for `read`.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), row, bytes.len()) }
     }
 }
 
@@ -94,10 +110,13 @@ impl InstanceKv {
             let Some(place) = self.place(layer, token, blocks) else { continue };
             let stamp = mix(content.stamp(token), u64::from(layer));
             let element = self.element();
+            let mut bytes = Vec::new();
             for rank in 0..self.ranks.len() {
                 for label in labels(&self.geometry, rank) {
                     let (start, len) = self.locate(rank, place, label);
-                    fill(self.ranks[rank].row(start, len), mix(stamp, label), element);
+                    bytes.resize(len, 0);
+                    fill(&mut bytes, mix(stamp, label), element);
+                    self.ranks[rank].write(start, &bytes);
                 }
             }
         }
@@ -105,8 +124,8 @@ impl InstanceKv {
 
     /// SHA-256 over the KV of tokens `..tokens` as it is in memory: layer by layer, token by token,
     /// head by head, K and then V. Replicas of a head that differ make it another.
-    pub(super) fn digest(&mut self, tokens: u32, blocks: &[BlockList]) -> String {
-        let mut hash = Sha256::new();
+    pub(super) fn digest(&self, tokens: u32, blocks: &[BlockList]) -> String {
+        let (mut hash, mut bytes) = (Sha256::new(), Vec::new());
         for layer in 0..self.geometry.layers {
             for token in needed(&self.geometry, layer, tokens) {
                 let Some(place) = self.place(layer, token, blocks) else { continue };
@@ -119,7 +138,9 @@ impl InstanceKv {
                         {
                             continue;
                         }
-                        hash.update(&*self.ranks[rank].row(start, len));
+                        bytes.resize(len, 0);
+                        self.ranks[rank].read(start, &mut bytes);
+                        hash.update(&bytes);
                         seen = Some(label);
                     }
                 }
@@ -129,11 +150,14 @@ impl InstanceKv {
     }
 
     /// True if the rank before has the same bytes of a head that both hold.
-    fn is_replica(&mut self, rank: usize, place: TokenLocation, label: u64) -> bool {
-        let (start, len) = self.locate(rank, place, label);
-        let here = self.ranks[rank].row(start, len).to_vec();
-        let (start, len) = self.locate(rank - 1, place, label);
-        *self.ranks[rank - 1].row(start, len) == here[..]
+    fn is_replica(&self, rank: usize, place: TokenLocation, label: u64) -> bool {
+        let row = |rank: usize| {
+            let (start, len) = self.locate(rank, place, label);
+            let mut bytes = vec![0; len];
+            self.ranks[rank].read(start, &mut bytes);
+            bytes
+        };
+        row(rank) == row(rank - 1)
     }
 
     /// The same of what a prefill would have computed.
@@ -251,7 +275,7 @@ mod tests {
         let content = prompt(ids);
         let mut memory = vec![0_u8; 4096];
         let layers = vec![layout(slots, block_tokens)];
-        // SAFETY: the vector outlives the value.
+        // SAFETY: The vector outlives the value, and is not looked at.
         let rank = unsafe { RankKv::new(memory.as_mut_ptr(), memory.len(), layers) };
         let mut kv = InstanceKv::new(geometry(block_tokens), vec![rank]);
         let blocks = [BlockList::new(blocks)];
@@ -282,7 +306,7 @@ mod tests {
                 LayerLayout { shape: [4, heads, 4, 8], stride, ..layout(HeadSlots::Fused, 4) };
             let mut memory = vec![vec![0_u8; 4096]; usize::from(tp)];
             let rank = |bytes: &mut Vec<u8>| {
-                // SAFETY: the vectors outlive the value.
+                // SAFETY: The vectors outlive the value, and are not looked at.
                 unsafe { RankKv::new(bytes.as_mut_ptr(), bytes.len(), vec![layer.clone()]) }
             };
             let mut kv = InstanceKv::new(geometry, memory.iter_mut().map(rank).collect());
@@ -290,7 +314,10 @@ mod tests {
             assert_eq!(kv.digest(3, &blocks), kv.expected(&content, 3), "tp {tp}");
             let place = kv.place(0, 2, &blocks).expect("a block");
             let (start, len) = kv.locate(usize::from(tp) - 1, place, 3);
-            kv.ranks[usize::from(tp) - 1].row(start, len)[0] ^= 1;
+            let (last, mut row) = (&mut kv.ranks[usize::from(tp) - 1], vec![0; len]);
+            last.read(start, &mut row);
+            row[0] ^= 1;
+            last.write(start, &row);
             assert_ne!(kv.digest(3, &blocks), kv.expected(&content, 3), "tp {tp}");
         }
     }

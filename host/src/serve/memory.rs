@@ -4,7 +4,7 @@ use super::args::ServePlan;
 use super::kv_content::RankKv;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::layout::LayerLayout;
-use kvferry_engine::fabric::Memory;
+use kvferry_engine::fabric::{Memory, OwnMemory};
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use kvferry_scenarios::geometry::rank_memory;
 use std::alloc::{Layout, alloc_zeroed};
@@ -45,7 +45,7 @@ impl Backing {
         let kind = if private {
             let layout = Layout::from_size_align(bytes.max(PAGE), PAGE)
                 .map_err(|_| format!("{bytes} bytes of KV: use fewer --blocks"))?;
-            // SAFETY: the size is not zero.
+            // SAFETY: The size is not zero.
             let start = unsafe { alloc_zeroed(layout) };
             if start.is_null() {
                 return Err(format!("no {bytes} bytes of memory for KV: use fewer --blocks"));
@@ -66,7 +66,8 @@ impl Backing {
         match &self.kind {
             BackingKind::Shared(pool) => pool.memory(),
             BackingKind::Private(start) => {
-                Memory::Own { base: *start as u64, len: self.bytes as u64 }
+                // SAFETY: It is never given back, and `RankKv` makes no reference to it.
+                Memory::Own(unsafe { OwnMemory::new(*start as u64, self.bytes as u64) })
             }
         }
     }
@@ -77,7 +78,8 @@ impl Backing {
             // Never unmapped, see `new`.
             BackingKind::Shared(pool) => Box::leak(Box::new(pool)).start(),
         };
-        // SAFETY: the memory was mapped with this size and is never given back.
+        // SAFETY: The memory was mapped with this size and is never given back; planes and peers
+        // reach it by its address.
         unsafe { RankKv::new(start, self.bytes, self.layers) }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::process::lock;
 use kvferry_engine::core::ids::StepId;
+use kvferry_fabric_mori::DeviceEvent;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -16,13 +17,13 @@ const PAUSES: [Duration; 2] = [Duration::from_micros(10), Duration::from_micros(
 pub(super) struct PendingLayers {
     pub(super) step: StepId,
     pub(super) layers: u16,
-    pub(super) event: u64,
+    pub(super) event: DeviceEvent,
 }
 
 /// What is done when there is news of an event.
 pub(super) struct KernelHooks {
     /// Whether all before an event is done.
-    pub(super) ask: Box<dyn Fn(u64) -> Result<bool, String> + Send>,
+    pub(super) ask: Box<dyn Fn(DeviceEvent) -> Result<bool, String> + Send>,
     pub(super) computed: Box<dyn Fn(PendingLayers) + Send>,
     /// Kernels failed, so that nobody knows what is in the memory.
     pub(super) failed: Box<dyn Fn(String) + Send>,
@@ -91,7 +92,7 @@ fn run(
 }
 
 /// False if it is over before the event is done.
-fn done(event: u64, hooks: &KernelHooks, is_over: &AtomicBool) -> Result<bool, String> {
+fn done(event: DeviceEvent, hooks: &KernelHooks, is_over: &AtomicBool) -> Result<bool, String> {
     let mut pause = PAUSES[0];
     while !is_over.load(Ordering::Acquire) {
         if (hooks.ask)(event)? {
@@ -111,13 +112,13 @@ mod tests {
     /// A GPU of which the test says what is done.
     #[derive(Default)]
     struct Device {
-        events: Mutex<BTreeMap<u64, Result<bool, String>>>,
+        events: Mutex<BTreeMap<DeviceEvent, Result<bool, String>>>,
         seen: Arc<AtomicU64>,
     }
 
     impl Device {
-        fn set(&self, event: u64, is: Result<bool, String>) {
-            lock(&self.events).insert(event, is);
+        fn set(&self, number: u64, is: Result<bool, String>) {
+            lock(&self.events).insert(event(number), is);
         }
 
         fn seen(&self) -> u64 {
@@ -136,8 +137,13 @@ mod tests {
         }
     }
 
-    fn layers(layers: u16, event: u64) -> PendingLayers {
-        PendingLayers { step: StepId(1), layers, event }
+    fn event(number: u64) -> DeviceEvent {
+        // SAFETY: No runtime is asked for it.
+        unsafe { DeviceEvent::new(number) }
+    }
+
+    fn layers(layers: u16, number: u64) -> PendingLayers {
+        PendingLayers { step: StepId(1), layers, event: event(number) }
     }
 
     #[test]

@@ -29,6 +29,7 @@ mod transfer_log;
 pub use client::SidecarClient;
 pub(crate) use config::HostArgs;
 pub(crate) use export::{ExportArgs, command as export_command};
+pub use kvferry_fabric_mori::DeviceEvent;
 pub use ownership::prepare_socket_folder;
 pub use transfer_agent::TransferAgent;
 

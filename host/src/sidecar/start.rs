@@ -13,7 +13,7 @@ use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::moriio::MoriioConfig;
-use kvferry_engine::fabric::{Endpoint, Memory, bracketed};
+use kvferry_engine::fabric::{Endpoint, Memory, OwnMemory, bracketed};
 use kvferry_fabric_host::HostConfig;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
@@ -241,8 +241,8 @@ fn own_memory(
 ) -> Memory {
     match (backend, file, device) {
         (TransferBackend::Host, Some(fd), None) => Memory::MemFd { fd, len },
-        (_, _, Some(device)) => Memory::Device { base, len, device },
-        _ => Memory::Own { base, len },
+        (_, _, Some(device)) => Memory::Device { range: OwnMemory::unproven(base, len), device },
+        _ => Memory::Own(OwnMemory::unproven(base, len)),
     }
 }
 
@@ -295,7 +295,7 @@ mod tests {
             }
         }
         let region = &worker(Some(2)).regions[0];
-        let expected = Memory::Device { base: 0x1000, len: 64, device: 2 };
+        let expected = Memory::Device { range: OwnMemory::unproven(0x1000, 64), device: 2 };
         assert_eq!(own_memory(TransferBackend::MoriXgmi, region), expected);
     }
 }

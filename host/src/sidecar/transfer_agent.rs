@@ -17,6 +17,7 @@ use kvferry_engine::actors::{
 use kvferry_engine::core::ids::{Incarnation, StepId};
 use kvferry_engine::core::instance::InstanceInput;
 use kvferry_engine::core::message::TransferReport;
+use kvferry_fabric_mori::DeviceEvent;
 use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
@@ -100,7 +101,14 @@ impl TransferAgent {
     ///
     /// # Errors
     /// No thread can be had.
-    pub fn start(socket: PathBuf, rank: u16) -> io::Result<TransferAgent> {
+    ///
+    /// # Safety
+    /// The host says which memory of this process it moves, as a [worker](super::spec::ServingWorker)
+    /// of this process has told it. What was told is as [`OwnMemory::new`] asks for, until this is
+    /// dropped and its thread has ended; and who may write to the socket says nothing else.
+    ///
+    /// [`OwnMemory::new`]: kvferry_engine::fabric::OwnMemory::new
+    pub unsafe fn start(socket: PathBuf, rank: u16) -> io::Result<TransferAgent> {
         super::log_to_stderr();
         let shared = Arc::new(AgentShared::default());
         let of_thread = shared.clone();
@@ -112,9 +120,9 @@ impl TransferAgent {
     }
 
     /// The first `layers` layers of a step are computed, or will be when the `event` of a GPU is
-    /// done (a `hipEvent_t`, which has to stay until it is [seen](TransferAgent::seen)). Before the
-    /// host serves the engine nobody hears it.
-    pub fn layers(&self, step: StepId, layers: u16, event: Option<u64>) {
+    /// done, which is asked for until it is [seen](TransferAgent::seen). Before the host serves the
+    /// engine nobody hears it.
+    pub fn layers(&self, step: StepId, layers: u16, event: Option<DeviceEvent>) {
         let state = self.0.lock();
         match (&state.running, event) {
             (Some(RunningRank { computing, .. }), None) => {
@@ -249,7 +257,7 @@ impl AgentShared {
     /// Starts the actor; it, and what tells what its plane did.
     fn begin(
         &self,
-        plan: RankPlan,
+        mut plan: RankPlan,
         out: &mpsc::Sender<ToHost>,
         end: &Arc<Notify>,
     ) -> Result<(LayerNotifier, PlaneMeter), String> {
@@ -259,6 +267,10 @@ impl AgentShared {
             return Err(format!("rank {rank}: the host has ended"));
         }
         let of_rank = |why| format!("rank {rank}: {why}");
+        for memory in &mut plan.memory {
+            // SAFETY: Who started this has promised it of all that the host names.
+            *memory = unsafe { memory.vouch() };
+        }
         let core = plan.core.clone();
         let SidecarRank { parts, meter, events } = plan.parts().map_err(of_rank)?;
         let outlet = Reporter { meter: meter.clone(), out: out.clone(), end: end.clone() };
@@ -321,7 +333,7 @@ mod tests {
     use kvferry_engine::core::config::CoreConfig;
     use kvferry_engine::core::layout::{Geometry, HeadSlots, KvGroup, LayerLayout};
     use kvferry_engine::core::message::{Role, TransferReport};
-    use kvferry_engine::fabric::Memory;
+    use kvferry_engine::fabric::{Memory, OwnMemory};
     use kvferry_fabric_host::HostConfig;
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixListener;
@@ -347,7 +359,7 @@ mod tests {
             rank: 0,
             host: "127.0.0.1".into(),
             plane: PlaneConfig::Host(HostConfig { port, ..HostConfig::default() }),
-            memory: vec![Memory::Own { base: memory.as_ptr() as u64, len: LEN as u64 }],
+            memory: vec![Memory::Own(OwnMemory::unproven(memory.as_ptr() as u64, LEN as u64))],
             layers: vec![layer],
             operations: crate::instance::ProtocolLimits::default().operations,
         }
@@ -405,7 +417,9 @@ mod tests {
         let path = std::env::temp_dir().join(format!("kvferry-over-{}.sock", std::process::id()));
         let _ = std::fs::remove_file(&path);
         let mut host = Played::listen(&path);
-        let transfers = TransferAgent::start(path.clone(), 0).expect("a thread");
+        // SAFETY: The plans of this test name memory that is never freed nor looked at.
+        let agent = unsafe { TransferAgent::start(path.clone(), 0) };
+        let transfers = agent.expect("a thread");
         let free = TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let port = free.expect("a port").port();
         // The second comes again with the incarnation that is over.

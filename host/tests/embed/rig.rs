@@ -5,7 +5,7 @@ use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::record::TransferSummary;
 use kvferry::sidecar::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
 use kvferry::sidecar::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
-use kvferry::sidecar::{SidecarClient, TransferAgent};
+use kvferry::sidecar::{DeviceEvent, SidecarClient, TransferAgent};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::ids::{StepId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
@@ -214,7 +214,8 @@ impl SidecarFixture {
         let mut worker = host.connect(ClientIdentity::Worker(Box::new(worker)));
         let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine)));
         let transfers = (transfer == InWorker)
-            .then(|| TransferAgent::start(host.socket.clone(), 0).expect("a thread"));
+            // SAFETY: The pool is dropped after it, and only it is told of.
+            .then(|| unsafe { TransferAgent::start(host.socket.clone(), 0) }.expect("a thread"));
         let FromHost::Ready { address, .. } = next(&mut scheduler, |_| false) else { panic!() };
         assert!(matches!(next(&mut worker, |_| false), FromHost::Ready { .. }));
         SidecarFixture { scheduler, worker, transfers, events: [None; 2], groups, pool, address }
@@ -290,7 +291,11 @@ pub(crate) fn arrive(p: &mut SidecarFixture, d: &mut SidecarFixture, mode: Mode)
     }
     for (layers, event) in [(1, p.events[0]), (2, p.events[1])] {
         match &p.transfers {
-            Some(transfers) => transfers.layers(StepId(1), layers, event),
+            Some(transfers) => {
+                // SAFETY: The test frees its events when they are seen.
+                let event = event.map(|event| unsafe { DeviceEvent::new(event) });
+                transfers.layers(StepId(1), layers, event);
+            }
             None => {
                 let message = ToHost::Layers { step: StepId(1), layers };
                 p.worker.send(&message).expect("the host hears");

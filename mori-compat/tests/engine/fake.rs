@@ -106,10 +106,10 @@ impl DataPlane for Fake {
     }
 
     fn register(&mut self, id: RegionId, memory: Memory) -> Result<(), Refused> {
-        let Memory::Own { base, len } = memory else {
+        let Memory::Own(range) = memory else {
             return Err(Refused::Unsupported("memory".into()));
         };
-        let result = Ok(RegionDesc(region(self.key, base, len).into()));
+        let result = Ok(RegionDesc(region(self.key, range.base(), range.len()).into()));
         self.hand.tell(DataEvent::Registered { region: id, result });
         Ok(())
     }

@@ -4,7 +4,7 @@ mod fake;
 mod faults;
 
 use fake::{Fake, Hand, address, region, until};
-use kvferry_engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed};
+use kvferry_engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed, OwnMemory};
 use kvferry_mori_compat::{
     CompatEngine, CompatEngineDesc, CompatError, CompatMemoryDesc, CompatSession, CompatSettings,
     CompatStatusCode, CompatTransferStatus,
@@ -29,7 +29,9 @@ impl CompatTestRig {
         let (plane, hand) = Fake::boxed("me");
         let engine = CompatEngine::over(plane, settings).unwrap_or_else(|why| panic!("{why}"));
         let local = engine
-            .register_memory(memory.as_ptr() as u64, SIZE)
+            // SAFETY: The rig has both, and drops the engine first or with it; the plane reaches
+            // for nothing.
+            .register_memory(unsafe { OwnMemory::new(memory.as_ptr() as u64, SIZE) })
             .unwrap_or_else(|why| panic!("{why}"));
         engine.register_remote_engine(&peer(7)).unwrap_or_else(|why| panic!("{why}"));
         let session =

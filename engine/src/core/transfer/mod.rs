@@ -35,7 +35,8 @@
 //! };
 //! // A layer of 64 blocks with 2 heads, 16 tokens, and 8 elements of 2 bytes.
 //! let layers = vec![LayerLayout::contiguous(0, [64, 2, 16, 8], 2)];
-//! let memory = vec![Memory::Own { base: 1 << 20, len: 64 * 512 }];
+//! // The actor follows no address.
+//! let memory = vec![Memory::Own(OwnMemory::unproven(1 << 20, 64 * 512))];
 //! let plane = (Address(b"plane".as_slice().into()), caps);
 //! let config = TransferConfig::new(&core, 0, plane, memory, layers);
 //! let (mut rank, mut out) = (Transfer::new(config), Outbox::new());

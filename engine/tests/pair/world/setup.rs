@@ -50,6 +50,6 @@ pub(crate) fn caps() -> Caps {
 pub(crate) fn actor(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> TransferConfig {
     let core = core_config(role, mode, tp, &CoreSettings::default());
     let plane = (Address([role as u8, rank as u8].into()), caps);
-    let memory = vec![Memory::Own { base: 0, len: 1 << 25 }];
+    let memory = vec![Memory::Own(OwnMemory::unproven(0, 1 << 25))];
     TransferConfig::new(&core, rank, plane, memory, layers(tp, 1_000))
 }

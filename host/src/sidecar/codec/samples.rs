@@ -20,7 +20,7 @@ use kvferry_engine::core::message::{
     Role, TransferJob, TransferReport,
 };
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{Address, Endpoint, Memory, RegionDesc};
+use kvferry_engine::fabric::{Address, Endpoint, Memory, OwnMemory, RegionDesc};
 use kvferry_fabric_host::{HostConfig, PathCount};
 use kvferry_fabric_mori::MoriConfig;
 use std::sync::Arc;
@@ -184,7 +184,7 @@ fn plan() -> RankPlan {
         rank: 1,
         host: "10.0.0.1".into(),
         plane: PlaneConfig::Host(HostConfig::default()),
-        memory: vec![Memory::MemFd { fd: 5, len: 8_192 }, Memory::Own { base: 1, len: 2 }],
+        memory: vec![Memory::MemFd { fd: 5, len: 8_192 }, Memory::Own(OwnMemory::unproven(1, 2))],
         layers: vec![layer()],
         operations: ProtocolLimits::default().operations, // since 6
     }

@@ -13,7 +13,9 @@ use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId,
     OwnMemory, PeerId, QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{
+    DataPath, HostConfig, HostError, HostPlane, HugePages, MemfdPool, PeerTrust,
+};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::sync::Arc;
 use std::task::{Wake, Waker};
@@ -91,8 +93,11 @@ fn a_taken_port_is_an_error_that_names_it() {
 fn settings_that_cannot_be_are_named() {
     let zero = HostConfig { workers: 0, ..HostConfig::default() };
     let none = HostConfig { paths: Vec::new(), ..HostConfig::default() };
-    let wild = HostConfig { host: "0.0.0.0".into(), ..HostConfig::default() };
-    for (config, name) in [(zero, "workers"), (none, "paths"), (wild, "advertised")] {
+    let open = HostConfig { host: "0.0.0.0".into(), ..HostConfig::default() };
+    let trust = PeerTrust { insecure_network: true, ..PeerTrust::default() };
+    let wild = HostConfig { trust, ..open.clone() };
+    let tried = [(zero, "workers"), (none, "paths"), (open, "secret_file"), (wild, "advertised")];
+    for (config, name) in tried {
         let error = HostPlane::new(config).expect_err("a setting that cannot be").to_string();
         assert!(error.contains(name), "{error}");
     }

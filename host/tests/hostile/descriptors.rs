@@ -64,8 +64,10 @@ impl Drop for PoorHost {
     }
 }
 
-fn lines(log: &str) -> usize {
-    log.lines().filter(|line| line.contains("cannot accept")).count()
+/// How often it says that what is listened for waits: its other socket may say so, too.
+fn lines(log: &str, what: &str) -> usize {
+    let of = format!("what=\"{what}\"");
+    log.lines().filter(|line| line.contains("cannot accept") && line.contains(&of)).count()
 }
 
 #[test]
@@ -82,7 +84,7 @@ fn a_socket_without_descriptors_waits_and_says_so_once() {
     let _ = late.read(&mut [0]);
     host.child.kill().expect("it lives");
     let log = host.log();
-    assert_eq!(lines(&log), 1, "{}", &log[..log.len().min(4000)]);
+    assert_eq!(lines(&log, "the engine"), 1, "{}", &log[..log.len().min(4000)]);
 }
 
 #[test]
@@ -101,5 +103,5 @@ fn metrics_without_descriptors_wait_and_say_so_once() {
     late.read_to_string(&mut page).expect("an answer");
     assert!(page.starts_with("HTTP/1.1 200"), "{page}");
     host.child.kill().expect("it lives");
-    assert_eq!(lines(&host.log()), 1);
+    assert_eq!(lines(&host.log(), "metrics"), 1);
 }

@@ -2,7 +2,7 @@
 
 use super::forged::{
     AttackedAddress, AttackedPlane, ForgedMessage, ForgedRegion, ForgedSegment, REGION, bell, hear,
-    register, say, write_record,
+    is_sent, register, say, write_record,
 };
 use super::tcp::ForgedStream;
 use super::{LEN, patient};
@@ -124,8 +124,13 @@ fn is_guarded(at: usize) -> bool {
     at / LEN as usize != 1
 }
 
-/// A link of a peer that keeps to the protocol.
+/// A link of a peer that keeps to the protocol. Where connections of earlier inputs, which are still
+/// being accepted, take the place of its greeting, it tries again, as diallers do.
 fn enter_honestly(at: &AttackedAddress) -> (OwnedFd, ForgedSegment) {
+    super::wait_for(|| try_to_enter(at))
+}
+
+fn try_to_enter(at: &AttackedAddress) -> Option<(OwnedFd, ForgedSegment)> {
     let socket = at.connect();
     let mut segment = ForgedSegment::new();
     let (rung, _) = bell();
@@ -133,11 +138,13 @@ fn enter_honestly(at: &AttackedAddress) -> (OwnedFd, ForgedSegment) {
     if let ForgedMessage::Hello { from, .. } = &mut hello {
         *from = at.sender("honest", std::process::id());
     }
-    say(&socket, &hello, &[segment.file.as_fd(), rung.as_fd()]);
-    let (answer, fds) = hear(&socket).expect("an answer");
+    if !is_sent(&socket, &hello.encode(), &[segment.file.as_fd(), rung.as_fd()]) {
+        return None;
+    }
+    let (answer, fds) = hear(&socket)?;
     assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
     segment.bell = fds.into_iter().next();
-    (socket, segment)
+    Some((socket, segment))
 }
 
 fn open(token: u64, socket: &OwnedFd, session: u32, local: ForgedRegion) {

@@ -211,12 +211,7 @@ impl AttackedAddress {
         let mut segment = ForgedSegment::new();
         say(&socket, &self.hello(pid), &[segment.file.as_fd(), bell]);
         let (answer, fds) = hear(&socket).expect("an answer to the hello");
-        segment.bell = fds.first().map(|sent| {
-            // For reading, too: a write to a pipe that nobody reads any more is a signal.
-            let path = format!("/proc/self/fd/{}", sent.as_raw_fd());
-            let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
-            rustix::fs::open(path, flags, Mode::empty()).expect("a pipe")
-        });
+        segment.is_rung_by(&fds);
         (socket, segment, answer)
     }
 
@@ -306,7 +301,7 @@ pub(crate) struct ForgedSegment {
     /// Of the answers.
     head: u64,
     /// What the plane is rung by.
-    pub(crate) bell: Option<OwnedFd>,
+    bell: Option<OwnedFd>,
 }
 
 /// Mapped words.
@@ -393,6 +388,16 @@ impl ForgedSegment {
             // Where there is no room it was rung before.
             let _rung = rustix::io::write(bell, &[1]);
         }
+    }
+
+    /// Takes the doorbell of a welcome, if one came.
+    pub(crate) fn is_rung_by(&mut self, fds: &[OwnedFd]) {
+        self.bell = fds.first().map(|sent| {
+            // For reading, too: a write to a pipe that nobody reads any more is a signal.
+            let path = format!("/proc/self/fd/{}", sent.as_raw_fd());
+            let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
+            rustix::fs::open(path, flags, Mode::empty()).expect("a pipe")
+        });
     }
 
     /// Says that whoever answers has to ring.

@@ -204,7 +204,7 @@ impl LocalAttacker {
         if !matches!(answer, ForgedMessage::Welcome { .. }) {
             return None;
         }
-        segment.bell = fds.into_iter().next();
+        segment.is_rung_by(&fds);
         let flags = fcntl_getfl(&socket).expect("a socket");
         fcntl_setfl(&socket, flags | OFlags::NONBLOCK).expect("a socket");
         // Another segment than this one may be what the plane has.

@@ -143,7 +143,7 @@ fn try_to_enter(at: &AttackedAddress) -> Option<(OwnedFd, ForgedSegment)> {
     }
     let (answer, fds) = hear(&socket)?;
     assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
-    segment.bell = fds.into_iter().next();
+    segment.is_rung_by(&fds);
     Some((socket, segment))
 }
 

@@ -9,6 +9,7 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{DataEvent, DataPlane, Memory, OwnMemory, RegionId};
 use kvferry_fabric_host::{DataPath, HostConfig, HostCounters, HostPlane};
 use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -266,7 +267,8 @@ pub(crate) fn is_sent(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) ->
     if !fds.is_empty() {
         assert!(ancillary.push(SendAncillaryMessage::ScmRights(fds)), "too many descriptors");
     }
-    sendmsg(socket, &[IoSlice::new(bytes)], &mut ancillary, SendFlags::NOSIGNAL).is_ok()
+    let bytes = [IoSlice::new(bytes)];
+    retry_on_intr(|| sendmsg(socket, &bytes, &mut ancillary, SendFlags::NOSIGNAL)).is_ok()
 }
 
 /// The next message; none if the other side has hung up.
@@ -275,7 +277,9 @@ pub(crate) fn hear(socket: &OwnedFd) -> Option<(ForgedMessage, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let mut into = [IoSliceMut::new(&mut bytes)];
-    let got = recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC).ok()?;
+    // A fuzzer has signals of its own.
+    let got = retry_on_intr(|| recvmsg(socket, &mut into, &mut ancillary, RecvFlags::CMSG_CLOEXEC));
+    let got = got.ok()?;
     let rights = |message| match message {
         RecvAncillaryMessage::ScmRights(fds) => Some(fds),
         _ => None,

@@ -2,7 +2,7 @@
 
 use super::forged::{
     AttackedAddress, AttackedPlane, ForgedMessage, ForgedRegion, ForgedSegment, REGION, bell, hear,
-    is_sent, register, say, write_record,
+    register, say, write_record,
 };
 use super::tcp::ForgedStream;
 use super::{LEN, patient};
@@ -124,13 +124,8 @@ fn is_guarded(at: usize) -> bool {
     at / LEN as usize != 1
 }
 
-/// A link of a peer that keeps to the protocol. Where connections of earlier inputs, which are still
-/// being accepted, take the place of its greeting, it tries again, as diallers do.
+/// A link of a peer that keeps to the protocol.
 fn enter_honestly(at: &AttackedAddress) -> (OwnedFd, ForgedSegment) {
-    super::wait_for(|| try_to_enter(at))
-}
-
-fn try_to_enter(at: &AttackedAddress) -> Option<(OwnedFd, ForgedSegment)> {
     let socket = at.connect();
     let mut segment = ForgedSegment::new();
     let (rung, _) = bell();
@@ -138,13 +133,11 @@ fn try_to_enter(at: &AttackedAddress) -> Option<(OwnedFd, ForgedSegment)> {
     if let ForgedMessage::Hello { from, .. } = &mut hello {
         *from = at.sender("honest", std::process::id());
     }
-    if !is_sent(&socket, &hello.encode(), &[segment.file.as_fd(), rung.as_fd()]) {
-        return None;
-    }
-    let (answer, fds) = hear(&socket)?;
+    say(&socket, &hello, &[segment.file.as_fd(), rung.as_fd()]);
+    let (answer, fds) = hear(&socket).expect("an answer");
     assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
     segment.is_rung_by(&fds);
-    Some((socket, segment))
+    (socket, segment)
 }
 
 fn open(token: u64, socket: &OwnedFd, session: u32, local: ForgedRegion) {

@@ -1,11 +1,19 @@
-//! What the readers of settings have to say of a word that they do not know.
+//! Text for people: of a word that readers of settings do not know, and of what peers say.
 //!
 //! ```
-//! use kvferry_engine::text::nearest;
+//! use kvferry_engine::text::{nearest, printable};
 //!
 //! assert_eq!(nearest("heartbaet", &["heartbeat", "lease"]), Some("heartbeat"));
 //! assert_eq!(nearest("colour", &["heartbeat", "lease"]), None);
+//! assert_eq!(printable("a\r\nline", 4), "a\u{fffd}\u{fffd}l");
 //! ```
+
+/// What of a peer's text is shown to people: `most` characters, and none that a terminal or a log
+/// would take for more than text.
+pub fn printable(text: &str, most: usize) -> String {
+    let shown = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    text.chars().take(most).map(shown).collect()
+}
 
 /// The entry of `known` that is nearest to `word` by edit distance, if one is near.
 pub fn nearest<'a>(word: &str, known: &[&'a str]) -> Option<&'a str> {

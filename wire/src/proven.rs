@@ -130,9 +130,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         let Some(LinkProof::Proven(sealed)) = self.links.get_mut(&link) else {
             return Err(Refused::Gone);
         };
-        self.plane.send(link, &[&sealed.seal(frame).encode(), frame])?;
-        sealed.sent();
-        Ok(())
+        self.plane.send(link, &[&sealed.seal(frame).encode(), frame])
     }
 
     /// Tells who said hello that it is not listened to, in words that its core understands.

@@ -54,16 +54,12 @@ impl SealedLink {
         SealedLink { session, is_dialler: !link.is_inbound(), sent: 0, received: 0 }
     }
 
-    /// The seal of what is sent next.
-    pub(crate) fn seal(&self, frame: &[u8]) -> ProofFrame {
+    /// The seal of what is sent next. Of what is not sent the number is left out.
+    pub(crate) fn seal(&mut self, frame: &[u8]) -> ProofFrame {
         let number = self.sent;
+        self.sent += 1;
         let said = [&direction(self.is_dialler)[..], &number.to_le_bytes(), frame];
         ProofFrame::Sealed { number, seal: self.session.seal(&said) }
-    }
-
-    /// What was sealed last was sent.
-    pub(crate) fn sent(&mut self) {
-        self.sent += 1;
     }
 
     /// Whether a frame is what the other side said, and later than all that it was heard to say.

@@ -19,7 +19,10 @@ use kvferry_engine::core::dialect::native;
 use kvferry_engine::fabric::{
     ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
 };
-use kvferry_trust::{ExpectedConfirmation, FleetProof, NO_OFFER, SecretAnswer, SecretOffer};
+use kvferry_engine::text::printable;
+use kvferry_trust::{
+    ExpectedConfirmation, FleetProof, NO_OFFER, SecretAnswer, SecretConfirmation, SecretOffer,
+};
 use std::collections::BTreeMap;
 use std::task::Waker;
 
@@ -119,11 +122,9 @@ impl<P: ControlPlane> SignedPlane<P> {
         };
         let seal = sealed.seal(frame);
         match attach(frame, &seal) {
-            Some(signed) => self.plane.send(link, &[&signed])?,
-            None => self.plane.send(link, &[&seal.encode(), frame])?,
+            Some(signed) => self.plane.send(link, &[&signed]),
+            None => self.plane.send(link, &[&seal.encode(), frame]),
         }
-        sealed.sent();
-        Ok(())
     }
 
     /// Sends a heartbeat with an offer, if there is a secret.
@@ -203,37 +204,47 @@ impl<P: ControlPlane> SignedPlane<P> {
         }
     }
 
+    fn on_confirmation(
+        &mut self,
+        link: LinkId,
+        said: &SecretConfirmation,
+        out: &mut Vec<SignedEvent>,
+    ) {
+        let Some(state @ SignedLink::Answered(_)) = self.links.get_mut(&link) else { return };
+        let plain = SignedLink::Plain { is_told: true };
+        let SignedLink::Answered(expected) = std::mem::replace(state, plain) else { return };
+        match expected.check(said) {
+            Ok(session) => {
+                *state = SignedLink::Proven(SealedLink::new(link, session));
+                out.push(SignedEvent::Proven(link));
+            }
+            Err(why) => self.wrong(link, &why.to_string(), out),
+        }
+    }
+
     /// Takes a message of a link of registrations.
     fn received(&mut self, link: LinkId, mut parts: Vec<Vec<u8>>, out: &mut Vec<SignedEvent>) {
-        let is_proven = matches!(self.links.get(&link), Some(SignedLink::Proven(_)));
-        let first = parts.first().map_or(&[][..], |part| part);
-        match (ProofFrame::decode(first), detach(first)) {
-            (Some(ProofFrame::Answer(answer)), _) => self.on_answer(link, &answer),
-            (Some(ProofFrame::Refusal(why)), _) if !link.is_inbound() => {
-                let why: String = why.chars().filter(|c| !c.is_control()).take(WHY_MAX).collect();
-                self.proof.warn_of_refusal("registration", &format!("the router says: {why}"));
-            }
-            (Some(ProofFrame::Confirmation(said)), _) => {
-                let Some(SignedLink::Answered(_)) = self.links.get(&link) else { return };
-                let plain = SignedLink::Plain { is_told: true };
-                let Some(SignedLink::Answered(expected)) = self.links.insert(link, plain) else {
-                    return;
-                };
-                match expected.check(&said) {
-                    Ok(session) => {
-                        let proven = SignedLink::Proven(SealedLink::new(link, session));
-                        self.links.insert(link, proven);
-                        out.push(SignedEvent::Proven(link));
-                    }
-                    Err(why) => self.wrong(link, &why.to_string(), out),
-                }
-            }
-            (Some(sealed @ ProofFrame::Sealed { .. }), _) => {
+        match parts.first().and_then(|first| ProofFrame::decode(first)) {
+            None => self.on_heartbeat(link, parts, out),
+            Some(ProofFrame::Answer(answer)) => self.on_answer(link, &answer),
+            Some(ProofFrame::Confirmation(said)) => self.on_confirmation(link, &said, out),
+            Some(sealed @ ProofFrame::Sealed { .. }) => {
                 let Some(frame) = parts.pop() else { return };
                 self.on_sealed(link, (sealed, frame), out);
             }
-            (Some(ProofFrame::Offer(_) | ProofFrame::Refusal(_)), _) => {}
-            (None, Some((_, ProofFrame::Offer(offer))))
+            Some(ProofFrame::Refusal(why)) if !link.is_inbound() => {
+                let why = printable(&why, WHY_MAX);
+                self.proof.warn_of_refusal("registration", &format!("the router says: {why}"));
+            }
+            Some(ProofFrame::Offer(_) | ProofFrame::Refusal(_)) => {}
+        }
+    }
+
+    fn on_heartbeat(&mut self, link: LinkId, parts: Vec<Vec<u8>>, out: &mut Vec<SignedEvent>) {
+        let is_proven = matches!(self.links.get(&link), Some(SignedLink::Proven(_)));
+        let first = parts.first().map_or(&[][..], |part| part);
+        match detach(first) {
+            Some((_, ProofFrame::Offer(offer)))
                 if link.is_inbound() && self.proof.is_demanded() =>
             {
                 // Who was proven offers nothing more.
@@ -241,13 +252,13 @@ impl<P: ControlPlane> SignedPlane<P> {
                     self.on_offer(link, &offer, out);
                 }
             }
-            (None, Some((frame, sealed @ ProofFrame::Sealed { .. }))) => {
+            Some((frame, sealed @ ProofFrame::Sealed { .. })) => {
                 self.on_sealed(link, (sealed, frame), out);
             }
-            (None, _) if is_proven => {
+            _ if is_proven => {
                 self.wrong(link, "it is not signed, on a link of who was proven", out);
             }
-            (None, _) => {
+            _ => {
                 self.on_unsigned(link, first);
                 out.push(SignedEvent::Control(ControlEvent::Frame { link, parts }));
             }

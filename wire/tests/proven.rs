@@ -4,7 +4,7 @@
 #[path = "common/cable.rs"]
 mod cable;
 
-use cable::{Cable, OURS, Parts, THEIRS, proof};
+use cable::{Cable, CableSide, OURS, Parts, THEIRS, proof};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::ids::Incarnation;
@@ -18,39 +18,25 @@ const OUT: LinkId = LinkId(7);
 const IN: LinkId = LinkId(LinkId::INBOUND | 7);
 
 /// A side of a link of handshakes.
-struct ProvenTestSide {
-    plane: ProvenPlane<Cable>,
-    cable: Cable,
-    link: LinkId,
-}
+type ProvenTestSide = CableSide<ProvenPlane<Cable>>;
 
 impl ProvenTestSide {
     fn new(link: LinkId, secret: Option<&str>) -> ProvenTestSide {
-        let cable = Cable::default();
-        let plane = ProvenPlane::new(cable.clone(), proof(secret), "test".into());
-        let mut side = ProvenTestSide { plane, cable, link };
-        if !link.is_inbound() {
-            side.plane.dial(link, &Endpoint::from("tcp://there:1"), LinkKind::Handshake).unwrap();
-        }
-        let channel = LinkKind::Handshake;
-        side.hear_event(ControlEvent::LinkUp { link, channel, from: None });
+        let plane = |cable| ProvenPlane::new(cable, proof(secret), "test".into());
+        let mut side = CableSide::over(link, LinkKind::Handshake, plane);
+        side.told();
         side
     }
 
-    fn say(&mut self, frame: &[u8]) {
-        self.plane.send(self.link, &[frame]).unwrap();
-    }
-
-    /// What it has sent since.
-    fn sent(&self) -> Vec<Parts> {
-        std::mem::take(&mut self.cable.0.lock().unwrap().0)
-    }
-
-    fn hear_event(&mut self, event: ControlEvent) -> Vec<ControlEvent> {
-        self.cable.0.lock().unwrap().1.push(event);
+    fn told(&mut self) -> Vec<ControlEvent> {
         let mut told = Vec::new();
         self.plane.poll(Nanos::ZERO, &mut told);
         told
+    }
+
+    fn hear_event(&mut self, event: ControlEvent) -> Vec<ControlEvent> {
+        self.put(event);
+        self.told()
     }
 
     /// What its core is told of a message.
@@ -65,17 +51,9 @@ impl ProvenTestSide {
     }
 }
 
-/// Carries what both sides say until they say nothing more; what their cores are told.
+/// What the cores of both sides are told of what these say.
 fn carry(near: &mut ProvenTestSide, far: &mut ProvenTestSide) -> [Vec<Parts>; 2] {
-    let mut told: [Vec<Parts>; 2] = Default::default();
-    loop {
-        let (out, back) = (near.sent(), far.sent());
-        if out.is_empty() && back.is_empty() {
-            return told;
-        }
-        told[1].extend(out.into_iter().flat_map(|parts| far.hear(parts)));
-        told[0].extend(back.into_iter().flat_map(|parts| near.hear(parts)));
-    }
+    cable::carry([near, far], ProvenTestSide::hear)
 }
 
 fn pair(near: Option<&str>, far: Option<&str>) -> (ProvenTestSide, ProvenTestSide) {

@@ -3,7 +3,7 @@
 #[path = "common/cable.rs"]
 mod cable;
 
-use cable::{Cable, OURS, Parts, THEIRS, proof};
+use cable::{Cable, CableSide, OURS, Parts, THEIRS, proof};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::dialect::moriio::registration::{
@@ -12,7 +12,7 @@ use kvferry_engine::core::dialect::moriio::registration::{
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::message::{Mode, Registration, Role};
-use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
+use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 use kvferry_wire::{SignedEvent, SignedPlane};
 use proptest::prelude::*;
 use std::num::NonZeroU16;
@@ -21,57 +21,32 @@ const OUT: LinkId = LinkId(3);
 const IN: LinkId = LinkId(LinkId::INBOUND | 3);
 
 /// A side of a link of registrations.
-struct SignedTestSide {
-    plane: SignedPlane<Cable>,
-    cable: Cable,
-    link: LinkId,
-}
+type SignedTestSide = CableSide<SignedPlane<Cable>>;
 
 impl SignedTestSide {
     fn new(link: LinkId, secret: Option<&str>) -> SignedTestSide {
-        let cable = Cable::default();
-        let plane = SignedPlane::new(cable.clone(), proof(secret)).demanding();
-        let mut side = SignedTestSide { plane, cable, link };
-        let channel = LinkKind::Discovery;
-        if !link.is_inbound() {
-            side.plane.dial(link, &Endpoint::from("tcp://router:1"), channel).unwrap();
-        }
-        side.hear_event(ControlEvent::LinkUp { link, channel, from: None });
+        let plane = |cable| SignedPlane::new(cable, proof(secret)).demanding();
+        let mut side = CableSide::over(link, LinkKind::Discovery, plane);
+        side.told();
         side
     }
 
-    fn say(&mut self, frame: &[u8]) {
-        self.plane.send(self.link, &[frame]).unwrap();
-    }
-
-    /// What it has sent since.
-    fn sent(&self) -> Vec<Parts> {
-        std::mem::take(&mut self.cable.0.lock().unwrap().0)
-    }
-
-    fn hear_event(&mut self, event: ControlEvent) -> Vec<SignedEvent> {
-        self.cable.0.lock().unwrap().1.push(event);
+    fn told(&mut self) -> Vec<SignedEvent> {
         let mut told = Vec::new();
         self.plane.poll_signed(Nanos::ZERO, &mut told);
         told
     }
 
     fn hear(&mut self, parts: Parts) -> Vec<SignedEvent> {
-        self.hear_event(ControlEvent::Frame { link: self.link, parts })
+        self.put(ControlEvent::Frame { link: self.link, parts });
+        self.told()
     }
 }
 
-/// Carries what both sides say until they say nothing more; what the router and the instance hear.
+/// What the router and the instance hear of what both say.
 fn carry(instance: &mut SignedTestSide, router: &mut SignedTestSide) -> [Vec<SignedEvent>; 2] {
-    let mut told: [Vec<SignedEvent>; 2] = Default::default();
-    loop {
-        let (out, back) = (instance.sent(), router.sent());
-        if out.is_empty() && back.is_empty() {
-            return told;
-        }
-        told[0].extend(out.into_iter().flat_map(|parts| router.hear(parts)));
-        told[1].extend(back.into_iter().flat_map(|parts| instance.hear(parts)));
-    }
+    let [of_instance, of_router] = cable::carry([instance, router], SignedTestSide::hear);
+    [of_router, of_instance]
 }
 
 fn registration(sequence: u64, draining: bool) -> Registration {

@@ -45,6 +45,56 @@ impl ControlPlane for Cable {
     }
 }
 
+/// A side of a link, with its plane over a cable.
+pub(crate) struct CableSide<P> {
+    pub(crate) plane: P,
+    pub(crate) cable: Cable,
+    pub(crate) link: LinkId,
+}
+
+impl<P: ControlPlane> CableSide<P> {
+    /// A side whose plane hears next that the link is up, which it has dialled unless it is inbound.
+    pub(crate) fn over(link: LinkId, channel: LinkKind, plane: impl FnOnce(Cable) -> P) -> Self {
+        let cable = Cable::default();
+        let mut side = CableSide { plane: plane(cable.clone()), cable, link };
+        if !link.is_inbound() {
+            side.plane.dial(link, &Endpoint::from("tcp://there:1"), channel).unwrap();
+        }
+        side.put(ControlEvent::LinkUp { link, channel, from: None });
+        side
+    }
+
+    pub(crate) fn say(&mut self, frame: &[u8]) {
+        self.plane.send(self.link, &[frame]).unwrap();
+    }
+
+    /// What it has sent since.
+    pub(crate) fn sent(&self) -> Vec<Parts> {
+        std::mem::take(&mut self.cable.0.lock().unwrap().0)
+    }
+
+    /// What its plane hears next.
+    pub(crate) fn put(&self, event: ControlEvent) {
+        self.cable.0.lock().unwrap().1.push(event);
+    }
+}
+
+/// Carries what both sides say until they say nothing more; what each is told.
+pub(crate) fn carry<P: ControlPlane, T>(
+    [near, far]: [&mut CableSide<P>; 2],
+    hear: fn(&mut CableSide<P>, Parts) -> Vec<T>,
+) -> [Vec<T>; 2] {
+    let mut told = [Vec::new(), Vec::new()];
+    loop {
+        let (out, back) = (near.sent(), far.sent());
+        if out.is_empty() && back.is_empty() {
+            return told;
+        }
+        told[1].extend(out.into_iter().flat_map(|parts| hear(far, parts)));
+        told[0].extend(back.into_iter().flat_map(|parts| hear(near, parts)));
+    }
+}
+
 /// What a side has of a secret.
 pub(crate) fn proof(secret: Option<&str>) -> FleetProof {
     static FILES: AtomicU32 = AtomicU32::new(0);

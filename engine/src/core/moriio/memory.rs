@@ -7,6 +7,7 @@ use crate::core::layout::check::refuse;
 use crate::core::layout::{self, Geometry, LayerLayout, Mismatch, RankLayout};
 use crate::core::message::Role;
 use crate::fabric::{Address, RegionDesc};
+use crate::text::printable;
 use std::sync::Arc;
 
 /// Characters that are kept of why a peer gives no memory.
@@ -99,7 +100,7 @@ pub(super) fn peer(
     };
     if metadata.native && memory.0.is_empty() {
         let why = String::from_utf8_lossy(&metadata.engine);
-        let why: String = why.chars().filter(|c| !c.is_control()).take(WHY_MAX).collect();
+        let why = printable(&why, WHY_MAX);
         return match why.is_empty() {
             true => refuse(format_args!("the peer has no words of MoRIIO for its memory")),
             false => refuse(format_args!("the peer says: {why}")),

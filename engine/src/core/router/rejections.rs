@@ -1,6 +1,7 @@
 //! The registrations that were not taken lately, for the people who sent them.
 
 use crate::core::time::Nanos;
+use crate::text::printable;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt;
@@ -93,7 +94,12 @@ pub(super) struct Rejections(VecDeque<Rejection>);
 impl Rejections {
     /// What is said again and again is listed once, with the last time.
     pub(super) fn add(&mut self, at: Nanos, from: &str, reason: RejectReason, why: &str) {
-        let new = Rejection { at, from: printable(from), reason, why: printable(why) };
+        let new = Rejection {
+            at,
+            from: printable(from, TEXT_MAX).into(),
+            reason,
+            why: printable(why, TEXT_MAX).into(),
+        };
         let same = |it: &Rejection| (&it.from, it.reason, &it.why) == (&new.from, reason, &new.why);
         match self.0.iter().position(same) {
             Some(before) => _ = self.0.remove(before),
@@ -110,11 +116,6 @@ impl Rejections {
     pub(super) fn iter(&self) -> impl Iterator<Item = &Rejection> {
         self.0.iter()
     }
-}
-
-fn printable(text: &str) -> Arc<str> {
-    let shown = |c: char| if c.is_control() { '\u{fffd}' } else { c };
-    text.chars().take(TEXT_MAX).map(shown).collect::<String>().into()
 }
 
 #[cfg(test)]

@@ -95,6 +95,11 @@ impl Endpoint {
     }
 }
 
+/// The host without the brackets that an IPv6 address has before a port.
+pub fn unbracketed(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}
+
 /// The host as it stands before a port: an IPv6 address gets brackets.
 pub fn bracketed(host: &str) -> Cow<'_, str> {
     match host.contains(':') && !host.starts_with('[') {

@@ -4,17 +4,16 @@
 mod common;
 
 use common::remote::HostTestMemory;
-use common::{next, patient};
+use common::{next, patient, write_secrets};
 use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriEngineDesc};
 use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, FabricError, OpId, PeerId, RegionDesc,
     RegionId, SessionId, Submit,
 };
 use kvferry_fabric_host::{DataPath, HostConfig, HostError, HostPlane, PeerTrust};
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 const OURS: &str = "0123456789abcdef0123456789abcdef";
@@ -35,10 +34,7 @@ impl SecretTestFile {
     }
 
     fn write(&self, secrets: &[&str]) {
-        let new = self.0.with_extension("new");
-        fs::write(&new, secrets.join("\n")).expect("a file");
-        fs::set_permissions(&new, Permissions::from_mode(0o400)).expect("its mode");
-        fs::rename(&new, &self.0).expect("it is in its place");
+        write_secrets(&self.0, secrets);
     }
 }
 

@@ -3,6 +3,7 @@
 //! it.
 
 use clap::Args;
+use kvferry_engine::fabric::unbracketed;
 use kvferry_trust::{ReloadedFiles, read_private};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject};
@@ -102,7 +103,7 @@ impl LegAuthorities {
             tracing::warn!(why, "the authorities before it stay in use");
         });
         let host = to.rsplit_once(':').map_or(to, |(host, _)| host);
-        let host = host.strip_prefix('[').and_then(|it| it.strip_suffix(']')).unwrap_or(host);
+        let host = unbracketed(host);
         let name = ServerName::try_from(host.to_owned())
             .map_err(|_| format!("{host} is no name that a certificate can have"))?;
         connector.connect(name, stream).await.map_err(|why| refusal(&why, host))

@@ -3,7 +3,11 @@
 use crate::error::CompatError;
 use kvferry_engine::core::dialect::moriio::descriptor;
 use kvferry_engine::fabric::{Address, RegionDesc};
+use kvferry_engine::text::printable;
 use std::sync::Arc;
+
+/// Characters that are kept of why a peer gives no address.
+const WHY_MAX: usize = 256;
 
 /// Where an engine is reached; travels in the handshake as it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,10 +23,11 @@ impl CompatEngineDesc {
     /// `Argument` if they are no descriptor.
     pub fn unpack(bytes: &[u8]) -> Result<CompatEngineDesc, CompatError> {
         let fields = descriptor::MoriEngineDesc::decode(bytes).map_err(|why| {
-            // A kvferry that deals with no MoRIIO peers says why in place of an address.
-            let said = std::str::from_utf8(bytes).ok().filter(|text| text.contains("moriio_peers"));
+            // A kvferry that deals with no MoRIIO peers says why in place of an address. What else
+            // comes is MessagePack, whose first byte begins no text.
+            let said = std::str::from_utf8(bytes).ok().filter(|text| !text.is_empty());
             CompatError::Argument(match said {
-                Some(why) => format!("the peer says: {why}"),
+                Some(why) => format!("the peer says: {}", printable(why, WHY_MAX)),
                 None => format!("EngineDesc of {} B: {why}", bytes.len()),
             })
         })?;

@@ -17,12 +17,13 @@ pub const NO_SECRET: &str = "a proof of the fleet's secret is demanded, and ther
 /// What an acceptor answers to an offer, and what it then expects.
 pub type ProofAnswer = (SecretAnswer, ExpectedConfirmation);
 
-/// What a plane can prove and has others prove; nothing if there is no secret.
-#[derive(Debug)]
+/// What a plane can prove and has others prove; nothing if there is no secret. Clones have one file
+/// and count as one.
+#[derive(Clone, Debug)]
 pub struct FleetProof {
-    file: Option<SecretFile>,
+    file: Option<Arc<SecretFile>>,
     /// Connections of who could not be proven.
-    unproven: AtomicU64,
+    unproven: Arc<AtomicU64>,
 }
 
 impl FleetProof {
@@ -31,8 +32,8 @@ impl FleetProof {
     /// # Errors
     /// A file that is none, with the remedy.
     pub fn open(file: Option<&Path>) -> Result<FleetProof, String> {
-        let file = file.map(SecretFile::open).transpose()?;
-        Ok(FleetProof { file, unproven: AtomicU64::new(0) })
+        let file = file.map(SecretFile::open).transpose()?.map(Arc::new);
+        Ok(FleetProof { file, unproven: Arc::default() })
     }
 
     /// True if there is a secret, which peers have to prove.

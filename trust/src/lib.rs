@@ -41,7 +41,8 @@ mod reload;
 pub use self::file::{SecretFile, VARIABLE};
 pub use self::fleet::{FleetProof, NO_OFFER, NO_SECRET, ProofAnswer};
 pub use self::network::{
-    INSECURE_VARIABLE, NetworkTrust, insecure_of_environment, is_insecure, is_loopback,
+    INSECURE_VARIABLE, NetworkRefusal, NetworkTrust, are_loopback, insecure_of_environment,
+    is_insecure,
 };
 pub use self::proof::{
     ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer, SecretConfirmation,

@@ -1,7 +1,7 @@
 //! Whether a process may listen where others reach it.
 
-use std::io;
-use std::net::{IpAddr, ToSocketAddrs};
+use std::fmt;
+use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Once;
 
@@ -19,6 +19,21 @@ pub enum NetworkTrust {
     Insecure,
 }
 
+/// Why nobody may listen at an address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetworkRefusal {
+    /// The setting, the address, and what is wrong with it.
+    pub found: String,
+    /// What to do.
+    pub remedy: String,
+}
+
+impl fmt::Display for NetworkRefusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.found, self.remedy)
+    }
+}
+
 impl NetworkTrust {
     /// `loopback`, `secret` or `insecure`.
     pub const fn name(self) -> &'static str {
@@ -29,31 +44,30 @@ impl NetworkTrust {
         }
     }
 
-    /// Of who listens at `host`, which was given by `setting`.
+    /// Of who listens at `addresses`, those of the `host` that was given by a setting.
     ///
     /// # Errors
-    /// An address that others reach, with nothing between; with the remedies. A name without an
-    /// address.
+    /// Others reach one of them, and nothing is between.
     pub fn of(
-        (setting, host): (&str, &str),
+        ((setting, host), addresses): ((&str, &str), impl IntoIterator<Item = IpAddr>),
         secret_file: Option<&Path>,
         is_insecure: bool,
-    ) -> Result<NetworkTrust, String> {
-        if secret_file.is_some() {
-            return Ok(NetworkTrust::Secret);
-        }
-        let is_loopback = is_loopback(host).map_err(|why| {
-            format!("{setting} = {host}: no address of that name: {why}; give one of this machine")
-        })?;
-        match (is_loopback, is_insecure) {
-            (true, _) => Ok(NetworkTrust::Loopback),
-            (false, true) => Ok(NetworkTrust::Insecure),
-            (false, false) => Err(format!(
-                "{setting} = {host}: others reach this address, and without the fleet's secret whoever \
-                 does is believed: give secret_file (--secret-file, {}), or listen at 127.0.0.1; \
-                 insecure_network (--insecure-network, {INSECURE_VARIABLE}=1) does without",
-                crate::VARIABLE
-            )),
+    ) -> Result<NetworkTrust, NetworkRefusal> {
+        match (secret_file, are_loopback(addresses), is_insecure) {
+            (Some(_), _, _) => Ok(NetworkTrust::Secret),
+            (None, true, _) => Ok(NetworkTrust::Loopback),
+            (None, false, true) => Ok(NetworkTrust::Insecure),
+            (None, false, false) => Err(NetworkRefusal {
+                found: format!(
+                    "{setting} = {host}: others reach this address, and without the fleet's secret \
+                     whoever does is believed"
+                ),
+                remedy: format!(
+                    "give secret_file (--secret-file, {}), or listen at 127.0.0.1; \
+                     insecure_network (--insecure-network, {INSECURE_VARIABLE}=1) does without",
+                    crate::VARIABLE
+                ),
+            }),
         }
     }
 
@@ -71,14 +85,10 @@ impl NetworkTrust {
     }
 }
 
-/// True if nobody but this machine reaches a host, given by name or address.
-///
-/// # Errors
-/// A name without an address.
-pub fn is_loopback(host: &str) -> io::Result<bool> {
-    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    let local = |address: IpAddr| address.to_canonical().is_loopback();
-    Ok((bare, 0).to_socket_addrs()?.all(|at| local(at.ip())))
+/// True if nobody but this machine reaches the addresses of a host.
+pub fn are_loopback(addresses: impl IntoIterator<Item = IpAddr>) -> bool {
+    let mut addresses = addresses.into_iter().peekable();
+    addresses.peek().is_some() && addresses.all(|address| address.to_canonical().is_loopback())
 }
 
 /// Whether a value of [`INSECURE_VARIABLE`] says so; none and an empty one do not.

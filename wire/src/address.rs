@@ -1,6 +1,6 @@
 //! Addresses of the form `tcp://host:port`.
 
-use kvferry_engine::fabric::{Endpoint, Refused};
+use kvferry_engine::fabric::{Endpoint, Refused, unbracketed};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 
@@ -22,13 +22,9 @@ pub(crate) fn resolve(to: &Endpoint) -> Result<SocketAddr, Refused> {
     if port == 0 {
         return Err(invalid("port 0".into()));
     }
-    let mut found = (bare(host), port).to_socket_addrs().map_err(|why| invalid(why.to_string()))?;
+    let mut found =
+        (unbracketed(host), port).to_socket_addrs().map_err(|why| invalid(why.to_string()))?;
     found.next().ok_or_else(|| invalid("host without an address".into()))
-}
-
-/// Without the brackets of IPv6.
-fn bare(host: &str) -> &str {
-    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
 }
 
 /// A socket that listens and does not block, and its address as others should be told it. `*` is
@@ -42,7 +38,7 @@ pub(crate) fn bind(host: &str, port: u16) -> io::Result<(TcpListener, Endpoint)>
             let any = [IpAddr::from(Ipv6Addr::UNSPECIFIED), Ipv4Addr::UNSPECIFIED.into()];
             TcpListener::bind(&any.map(|any| SocketAddr::new(any, port))[..])?
         }
-        host => TcpListener::bind((bare(host), port))?,
+        host => TcpListener::bind((unbracketed(host), port))?,
     };
     socket.set_nonblocking(true)?;
     rustix::net::listen(&socket, BACKLOG)?;

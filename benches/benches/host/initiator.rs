@@ -7,7 +7,7 @@ use kvferry_engine::fabric::{
     Address, Completion, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
     RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_fabric_host::{HostPlane, HugePages, MemfdPool};
+use kvferry_fabric_host::{DataPath, HostPlane, HugePages, MemfdPool};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::BTreeSet;
 use std::fs::{self, Permissions};
@@ -78,13 +78,14 @@ impl CopyMethod {
 
     /// Which of [`WAYS`] it goes, if it is that of a plane.
     fn way(self) -> Option<usize> {
+        let at = |path, encrypt| WAYS.iter().position(|way| *way == (path, encrypt));
         match self {
             CopyMethod::Memcpy | CopyMethod::MemcpyFar => None,
             CopyMethod::Attach | CopyMethod::AttachRead | CopyMethod::AttachFar => None,
-            CopyMethod::Shared | CopyMethod::SharedRead => Some(0),
-            CopyMethod::Cross | CopyMethod::CrossRead => Some(1),
-            CopyMethod::Tcp => Some(2),
-            CopyMethod::EncryptedTcp => Some(3),
+            CopyMethod::Shared | CopyMethod::SharedRead => at(DataPath::SharedMemory, false),
+            CopyMethod::Cross | CopyMethod::CrossRead => at(DataPath::CrossMemory, false),
+            CopyMethod::Tcp => at(DataPath::Tcp, false),
+            CopyMethod::EncryptedTcp => at(DataPath::Tcp, true),
         }
     }
 }

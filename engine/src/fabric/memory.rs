@@ -52,11 +52,6 @@ impl OwnMemory {
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
-
-    /// True if somebody has vouched for it.
-    pub const fn is_proven(&self) -> bool {
-        self.is_proven
-    }
 }
 
 /// Memory that holds KV; sizes in bytes.

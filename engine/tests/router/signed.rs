@@ -57,8 +57,8 @@ fn only_signed_ones_are_taken_where_that_is_required() {
 fn a_list_is_whole_unless_signed_ones_are_on_it() {
     let listed: ListedInstances = "p0".parse().expect("a list");
     for (lists_signed, taken) in [(false, &["p0"][..]), (true, &["p0", "p1"])] {
-        let listed = Some(listed.clone());
-        let mut bench = bench(RouterConfig { listed, lists_signed, ..RouterConfig::default() });
+        let listed = if lists_signed { listed.clone().or_signed() } else { listed.clone() };
+        let mut bench = bench(RouterConfig { listed: Some(listed), ..RouterConfig::default() });
         hear(&mut bench, PLAIN, prefill("p0"));
         hear(&mut bench, SIGNED, prefill("p1"));
         hear(&mut bench, PLAIN, prefill("p2"));

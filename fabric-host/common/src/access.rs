@@ -43,7 +43,9 @@ impl GuestList {
         static ONCE: Once = Once::new();
         if open_door {
             ONCE.call_once(|| {
-                tracing::info!("key 0 is open: peers come in without a hello, as MoRIIO's do");
+                tracing::info!(
+                    "key 0 is open: peers come in that were never connected to, as MoRIIO's do"
+                );
             });
         }
         GuestList { open_door, ..GuestList::default() }

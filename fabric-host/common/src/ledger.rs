@@ -182,7 +182,7 @@ pub fn next_poll(now: Nanos, deadline: Option<Instant>) -> NextPoll {
 
 /// Whether calls of the trait can be taken. An error is the refusal to answer with.
 impl<T: PlaneParts> PlaneLedger<T> {
-    /// Memory that begins at an address can be registered.
+    /// Memory that begins at an address can be registered: somebody has vouched for that.
     pub fn check_register(
         &self,
         region: RegionId,
@@ -195,7 +195,7 @@ impl<T: PlaneParts> PlaneLedger<T> {
         if memory.is_empty() || base.checked_add(memory.len()).is_none() {
             return invalid(format!("region {region} of {} bytes at {base:#x}", memory.len()));
         }
-        Ok(())
+        memory.unproven().map_or(Ok(()), invalid)
     }
 
     /// No operation uses a region.

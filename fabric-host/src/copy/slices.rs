@@ -35,10 +35,11 @@ impl SliceCursor {
         self.index >= slices.len()
     }
 
-    /// Puts the next ranges into `chunk`, as many as one call takes and a chunk may have bytes.
-    pub(crate) fn next(&mut self, slices: &[CopySlice], chunk: &mut Vec<CopySlice>) {
+    /// Puts the next ranges into `chunk`, as many as one call takes and a chunk may have bytes, and
+    /// not of more bytes than `most`.
+    pub(crate) fn next(&mut self, slices: &[CopySlice], chunk: &mut Vec<CopySlice>, most: u64) {
         chunk.clear();
-        let mut room = CHUNK_MAX;
+        let mut room = CHUNK_MAX.min(most);
         while room > 0 && chunk.len() < RANGES_MAX && self.index < slices.len() {
             let slice = slices[self.index];
             let len = (slice.len - self.offset).min(room);
@@ -67,7 +68,7 @@ impl SliceCursor {
         };
         let whole = left.iter().take(RANGES_MAX).take_while(fits).count();
         if self.offset > 0 || whole == 0 {
-            self.next(slices, chunk);
+            self.next(slices, chunk, CHUNK_MAX);
             return chunk;
         }
         self.index += whole;
@@ -110,7 +111,7 @@ mod tests {
                 let taken = if in_place {
                     cursor.chunk(&slices, &mut chunk)
                 } else {
-                    cursor.next(&slices, &mut chunk);
+                    cursor.next(&slices, &mut chunk, CHUNK_MAX);
                     &chunk
                 };
                 assert!((1..=RANGES_MAX).contains(&taken.len()));

@@ -6,6 +6,7 @@ use super::local_link::LocalLinkHandles;
 use super::local_target::LocalTarget;
 use super::proof::check_dialler;
 use super::segment::ShmSegment;
+use super::tcp_socket::TcpLinkSocket;
 use super::tcp_target::TcpTarget;
 use super::{HostInboundLink, HostLinkKind, LocalPeer};
 use crate::config::DataPath;
@@ -256,13 +257,15 @@ fn welcomed(
 ) -> std::io::Result<Box<dyn HostLinkDriver>> {
     let Some((who, segment, bell)) = local else {
         peer.send(&welcome, &[])?;
-        return Ok(Box::new(TcpTarget::new(peer.unblock_tcp()?, inbound, later)));
+        let (socket, tls) = peer.unblock()?;
+        let socket = TcpLinkSocket::new(socket, tls).map_err(std::io::Error::other)?;
+        return Ok(Box::new(TcpTarget::new(socket, inbound, later)));
     };
     let table =
         hub.with_registration_table(|table| rustix::io::fcntl_dupfd_cloexec(table.file(), 0))?;
     let (heard, rung) = HeardBell::pair()?;
     peer.send(&welcome, &[rung.as_fd(), table.as_fd()])?;
     let bells = (bell, Some(heard));
-    let ends = LocalLinkHandles::new((peer.unblock()?, who), bells, segment, (rules, later));
+    let ends = LocalLinkHandles::new((peer.unblock()?.0, who), bells, segment, (rules, later));
     Ok(Box::new(LocalTarget::new(ends, inbound)))
 }

@@ -8,6 +8,7 @@ use super::proof::say_hello;
 use super::segment::ShmSegment;
 use super::target::share_files;
 use super::tcp_initiator::TcpInitiator;
+use super::tcp_socket::TcpLinkSocket;
 use super::{HostLinkKind, LocalPeer};
 use crate::config::DataPath;
 use crate::descriptor::HostPlaneAddress;
@@ -169,22 +170,25 @@ fn dial_link(
     let segment = segment.map_err(HostDialError::ours)?;
     let id = hub.fresh();
     let worker = hub.worker_of(id).clone();
-    let (heard, rung) = HeardBell::pair().map_err(HostDialError::ours)?;
-    let along: Vec<_> = segment.iter().flat_map(|(_, file)| [file.as_fd(), rung.as_fd()]).collect();
+    let local = segment.map(|segment| HeardBell::pair().map(|bell| (segment, bell))).transpose();
+    let local = local.map_err(HostDialError::ours)?;
+    let along: Vec<_> =
+        local.iter().flat_map(|((_, file), (_, rung))| [file.as_fd(), rung.as_fd()]).collect();
     let (answer, fds) = say_hello(hub, (&mut peer, &at), hello(hub, dial, id), &along)?;
     let (rules, later) = welcomed(answer, dial.kind)?;
-    let (Some((segment, _)), Some(named)) = (segment, named) else {
+    let (Some(((segment, _), (heard, _))), Some(named)) = (local, named) else {
         if !rules.paths.contains(&DataPath::Tcp) {
             return Err(HostDialError::ours("the peer does not allow tcp: add it to its `paths`"));
         }
-        let socket = peer.unblock_tcp().map_err(HostDialError::ours)?;
+        let (socket, tls) = peer.unblock().map_err(HostDialError::ours)?;
+        let socket = TcpLinkSocket::new(socket, tls).map_err(HostDialError::ours)?;
         let link = Arc::new(HostOutboundLink::new(id, HostLinkKind::Tcp, worker, None));
         return Ok((link.clone(), Box::new(TcpInitiator::new(socket, link, later))));
     };
     let [bell, table] = <[OwnedFd; 2]>::try_from(fds)
         .map_err(|_| HostDialError::ours("a welcome without descriptors"))?;
     let table = MemfdMapping::new(&table, TABLE_BYTES, false).map_err(HostDialError::ours)?;
-    let socket = peer.unblock().map_err(HostDialError::ours)?;
+    let (socket, _) = peer.unblock().map_err(HostDialError::ours)?;
     let bell = PeerBell::new(bell).map_err(HostDialError::ours)?;
     // Nobody but the owner needs to hear how its writes went.
     let (by_owner, by_thread) = match hub.bell() {

@@ -1,9 +1,6 @@
 //! Greetings: blocking, each with a deadline.
 
-#[cfg(all(test, not(feature = "loom")))]
-use super::stream::pack_control;
 use super::stream::{unpack_control, words_of};
-use super::tcp_socket::TcpLinkSocket;
 use super::tls_greeting::TcpGreeting;
 use super::{HostLinkKind, socket};
 use crate::config::HostConfig;
@@ -12,6 +9,7 @@ use kvferry_fabric_common::set_keepalive;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::net::RecvFlags;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustls::Connection;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -50,10 +48,6 @@ impl HandshakeSocket {
             HandshakeSocket::Local(_) => HostLinkKind::Local,
             HandshakeSocket::Tcp(_) => HostLinkKind::Tcp,
         }
-    }
-
-    pub(super) fn is_encrypted(&self) -> bool {
-        matches!(self, HandshakeSocket::Tcp(peer) if peer.is_encrypted())
     }
 
     /// What only the two ends of an encrypted connection have in common.
@@ -102,33 +96,16 @@ impl HandshakeSocket {
         };
     }
 
-    /// From here on it belongs to a thread that does not wait for it.
-    pub(super) fn unblock(self) -> Result<OwnedFd> {
-        match self {
-            HandshakeSocket::Local(peer) => unblocked(peer),
-            HandshakeSocket::Tcp(_) => {
-                Err(Error::other("a connection by TCP, and not a local one"))
-            }
-        }
+    /// Its socket, which belongs to a thread from here on that does not wait for it, and the TLS over
+    /// it.
+    pub(super) fn unblock(self) -> Result<(OwnedFd, Option<Box<Connection>>)> {
+        let (socket, tls) = match self {
+            HandshakeSocket::Local(peer) => (peer, None),
+            HandshakeSocket::Tcp(peer) => peer.into_parts(),
+        };
+        fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
+        Ok((socket, tls))
     }
-
-    /// The same of one by TCP.
-    pub(super) fn unblock_tcp(self) -> Result<TcpLinkSocket> {
-        match self {
-            HandshakeSocket::Local(_) => {
-                Err(Error::other("a local connection, and not one by TCP"))
-            }
-            HandshakeSocket::Tcp(peer) => {
-                let (socket, tls) = peer.into_parts();
-                TcpLinkSocket::new(unblocked(socket)?, tls).map_err(Error::other)
-            }
-        }
-    }
-}
-
-fn unblocked(socket: OwnedFd) -> Result<OwnedFd> {
-    fcntl_setfl(&socket, fcntl_getfl(&socket)? | OFlags::NONBLOCK)?;
-    Ok(socket)
 }
 
 /// A connection over which nothing is waited for after a deadline.
@@ -157,22 +134,6 @@ impl Write for TimedSocket<'_> {
     fn flush(&mut self) -> Result<()> {
         Ok(())
     }
-}
-
-/// Receives a control message by TCP.
-#[cfg(all(test, not(feature = "loom")))]
-pub(super) fn receive(peer: &mut TcpStream, deadline: Instant) -> Result<HostControlMessage> {
-    read_message(&mut TimedSocket(peer, deadline))
-}
-
-/// Sends a control message by TCP.
-#[cfg(all(test, not(feature = "loom")))]
-pub(super) fn send(
-    peer: &mut TcpStream,
-    message: &HostControlMessage,
-    deadline: Instant,
-) -> Result<()> {
-    TimedSocket(peer, deadline).write_all(&pack_control(message))
 }
 
 fn fill(peer: &mut impl Read, into: &mut [u8]) -> Result<()> {

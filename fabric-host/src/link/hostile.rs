@@ -1,6 +1,6 @@
 //! Peers that say what no plane says: it costs them their connection, and is counted.
 
-use super::handshake::{receive, send};
+use super::handshake::{TimedSocket, read_message};
 use super::outbound::LocalOutbound;
 use super::segment::ShmSegment;
 use super::stream::{pack, pack_control, words_of};
@@ -24,9 +24,12 @@ use kvferry_fabric_common::PlaneIdentity;
 use proptest::prelude::*;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-use std::io::{Read, Write};
+use std::fs::{self, Permissions};
+use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -140,6 +143,28 @@ impl Victim {
     pub(super) fn assert_untouched(&self) {
         assert!(self.bytes.iter().all(|byte| *byte == MARK), "bytes of a stranger landed");
     }
+}
+
+/// Receives a control message by TCP.
+pub(super) fn receive(peer: &mut TcpStream, deadline: Instant) -> io::Result<HostControlMessage> {
+    read_message(&mut TimedSocket(peer, deadline))
+}
+
+/// Sends a control message by TCP.
+pub(super) fn send(
+    peer: &mut TcpStream,
+    message: &HostControlMessage,
+    deadline: Instant,
+) -> io::Result<()> {
+    TimedSocket(peer, deadline).write_all(&pack_control(message))
+}
+
+/// The file of a secret, which has to be there when a plane is made.
+pub(super) fn secret_file(name: &str, secret: &str) -> PathBuf {
+    let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
+    fs::write(&path, secret).unwrap();
+    fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
+    path
 }
 
 pub(super) fn welcome() -> HostControlMessage {

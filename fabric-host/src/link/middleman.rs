@@ -1,6 +1,6 @@
 //! Somebody between two planes who has TLS with each of them, and forwards what they say.
 
-use super::hostile::{Victim, deadline, dialling_with, is_dropped, stranger, welcome};
+use super::hostile::{Victim, deadline, dialling_with, is_dropped, secret_file, stranger, welcome};
 use super::proof::said;
 use super::stream::pack_control;
 use super::tls_config::LinkTls;
@@ -10,19 +10,16 @@ use crate::{HostConfig, HostPlane, PeerTrust};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{DataEvent, DataPlane};
 use kvferry_trust::FleetSecret;
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 const SECRET: &str = "0123456789abcdef0123456789abcdef";
 
 /// Settings of a plane that encrypts, and the file that has to be there at its start.
 fn encrypting(name: &str) -> (HostConfig, PathBuf) {
-    let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
-    fs::write(&path, SECRET).unwrap();
-    fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
+    let path = secret_file(name, SECRET);
     let trust =
         PeerTrust { secret_file: Some(path.clone()), encrypt: true, ..PeerTrust::default() };
     (HostConfig { trust, connect_ms: 300_000, open_ms: 300_000, ..HostConfig::default() }, path)

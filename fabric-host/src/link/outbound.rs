@@ -163,8 +163,9 @@ impl HostCompletionRing {
         if self.announced && self.ring.is_rung() {
             self.rung = true;
         }
+        let heard_one = std::mem::take(&mut self.heard_one);
         if std::mem::take(&mut self.rung)
-            && !std::mem::take(&mut self.heard_one)
+            && !heard_one
             && let Some(bell) = &self.heard
         {
             bell.hear();
@@ -455,5 +456,33 @@ impl HostRegionInfo {
         };
         let file = files && region.file.is_some();
         HostRegionInfo { base: region.reach.base(), len: region.len, process, file }
+    }
+}
+
+#[cfg(all(test, not(feature = "loom")))]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    #[test]
+    fn a_ring_that_comes_late_costs_no_other_one() {
+        let (segment, _file) = ShmSegment::create().unwrap();
+        let (heard, rung) = HeardBell::pair().unwrap();
+        let watched = heard.fd().try_clone_to_owned().unwrap();
+        let (bell, peer) = (PeerBell::new(rung).unwrap(), Producer::new(segment.answers()));
+        let local = LocalOutbound { segment, bell: bell.clone(), heard: Some(heard), files: false };
+        let worker = Arc::new(WorkerHandle::new().unwrap());
+        let link = HostOutboundLink::new(1, HostLinkKind::Local, worker, Some(local));
+        assert!(link.sleep_of_owner() && peer.must_wake());
+        // The peer has said that it rings, and not yet rung.
+        assert!(link.sleep_of_owner());
+        bell.ring();
+        link.hear_bell();
+        assert!(link.sleep_of_owner() && peer.must_wake());
+        bell.ring();
+        assert!(link.sleep_of_owner());
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let readable = poll(&mut [PollFd::new(&watched, PollFlags::IN)], Some(&now)).unwrap();
+        assert_eq!(readable, 0, "it was heard");
     }
 }

@@ -31,13 +31,14 @@ fn purpose(kind: HostLinkKind, is_encrypted: bool) -> &'static str {
     }
 }
 
-/// What both sides prove of a hello, and for which purpose.
+/// What both sides prove of a hello, for which purpose, and whether nobody else may be between them.
 fn claim(
     peer: &HandshakeSocket,
     hello: &HostControlMessage,
-) -> std::io::Result<(&'static str, Vec<u8>)> {
+) -> std::io::Result<((&'static str, Vec<u8>), bool)> {
     let binding = peer.binding()?;
-    Ok((purpose(peer.kind(), binding.is_some()), said(hello, binding)))
+    let is_bound = binding.is_some();
+    Ok(((purpose(peer.kind(), is_bound), said(hello, binding)), is_bound))
 }
 
 /// Says hello to who is `at` an address, and gets the answer; if this plane has a secret, of who has
@@ -66,11 +67,11 @@ pub(super) fn say_hello(
         }
         _ => return Err(HostDialError::ours(format!("the peer proves nothing: {NO_SECRET}"))),
     };
-    let (purpose, said) = claim(peer, &hello).map_err(silent)?;
+    let ((purpose, said), is_bound) = claim(peer, &hello).map_err(silent)?;
     let confirmed = secret.confirm((purpose, &said), &offer, &answer);
     let (proof, session) = confirmed.map_err(|why| {
         let why = match why {
-            ProofError::Wrong if peer.is_encrypted() => {
+            ProofError::Wrong if is_bound => {
                 format!("{why}, or somebody between the two has TLS with each of them")
             }
             why => why.to_string(),
@@ -125,7 +126,7 @@ pub(super) fn check_dialler(
         HostControlMessage::Hello { offer, .. } => offer.as_ref(),
         _ => None,
     };
-    let (purpose, said) = claim(peer, hello).map_err(|_| None)?;
+    let ((purpose, said), _) = claim(peer, hello).map_err(|_| None)?;
     let answer = hub.proof.answer((purpose, &said), offer).map_err(Some)?;
     let Some((answer, expected)) = answer else {
         return Ok(SealedAnswers(None));
@@ -145,22 +146,18 @@ pub(super) fn check_dialler(
 
 #[cfg(all(test, not(feature = "loom")))]
 mod tests {
-    use super::super::handshake::{receive, send};
-    use super::super::hostile::{Victim, deadline, is_dropped};
+    use super::super::hostile::{Victim, deadline, is_dropped, receive, secret_file, send};
     use super::*;
     use crate::{HostConfig, PeerTrust};
     use kvferry_trust::{FleetSecret, NO_OFFER, SecretAnswer, SecretOffer};
-    use std::fs::{self, Permissions};
+    use std::fs;
     use std::net::TcpStream;
-    use std::os::unix::fs::PermissionsExt;
 
     const OURS: &str = "0123456789abcdef0123456789abcdef";
     const PURPOSE: &str = "host data plane, TCP";
 
     fn victim(name: &str) -> Victim {
-        let path = std::env::temp_dir().join(format!("kvferry-{}-{name}", std::process::id()));
-        fs::write(&path, OURS).unwrap();
-        fs::set_permissions(&path, Permissions::from_mode(0o400)).unwrap();
+        let path = secret_file(name, OURS);
         let config = HostConfig {
             trust: PeerTrust { secret_file: Some(path.clone()), ..PeerTrust::default() },
             ..HostConfig::default()

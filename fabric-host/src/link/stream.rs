@@ -301,7 +301,8 @@ impl RecordStream {
         let mut bounce = std::mem::take(&mut cx.bounce);
         let ranges: Vec<libc::iovec> = match direct {
             Some(base) => {
-                landing.cursor.clone().next(&landing.slices, &mut cx.chunk);
+                let most = self.socket.step();
+                landing.cursor.clone().next(&landing.slices, &mut cx.chunk, most);
                 cx.chunk.iter().map(|slice| range(base + slice.to, slice.len)).collect()
             }
             None => {
@@ -347,7 +348,7 @@ impl ScatterReceive {
         let mut cursor = self.cursor;
         let mut at = 0_u64;
         while at < bytes.len() as u64 {
-            cursor.next(&self.slices, &mut cx.chunk);
+            cursor.next(&self.slices, &mut cx.chunk, u64::MAX);
             for slice in &mut cx.chunk {
                 slice.len = slice.len.min(bytes.len() as u64 - at);
                 slice.from = at;
@@ -375,7 +376,7 @@ impl TcpFrame {
         let held = held.as_ref().and_then(|region| region.hold());
         if let Some(payload) = &mut self.payload {
             payload.failed |= held.is_none();
-            payload.gather(&mut ranges, &mut bounce, cx);
+            payload.gather(&mut ranges, &mut bounce, socket.step(), cx);
         }
         // SAFETY: The head and the bounce buffer are of this call, and the holder of a region keeps it
         // mapped, which whoever registered it vouched for.
@@ -399,15 +400,16 @@ impl TcpFrame {
 }
 
 impl Payload {
-    /// Appends the next ranges; all of them end up in this process.
+    /// Appends the next ranges, of `most` bytes at most; all of them end up in this process.
     fn gather(
         &mut self,
         ranges: &mut Vec<libc::iovec>,
         bounce: &mut Vec<u8>,
+        most: u64,
         cx: &mut WorkerContext,
     ) {
         let mut cursor = self.cursor;
-        cursor.next(&self.slices, &mut cx.chunk);
+        cursor.next(&self.slices, &mut cx.chunk, most);
         // One range is the head.
         cx.chunk.truncate(sys::RANGES_MAX - 1);
         if let (false, HostMemoryAccess::Here { base, .. }) = (self.failed, &self.region.reach) {

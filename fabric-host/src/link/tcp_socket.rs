@@ -57,6 +57,11 @@ impl TcpLinkSocket {
         }
     }
 
+    /// Bytes that one call takes at most.
+    pub(super) fn step(&self) -> u64 {
+        if self.encrypted.is_some() { STEP as u64 } else { u64::MAX }
+    }
+
     /// True if there is something encrypted that was not sent.
     pub(super) fn is_unsent(&self) -> bool {
         self.encrypted.as_ref().is_some_and(|link| link.sent < link.out.len())
@@ -150,7 +155,8 @@ impl EncryptedLink {
         self.flush(socket)?;
         self.out.clear();
         self.sent = 0;
-        self.out.reserve(STEP + STEP / RECORD_PLAIN_MAX * RECORD_EXTRA);
+        let wanted = ranges.iter().map(|range| range.iov_len).sum::<usize>().min(STEP);
+        self.out.reserve(wanted + (wanted / RECORD_PLAIN_MAX + 1) * RECORD_EXTRA);
         let (mut taken, mut ranges) = (0, ranges.iter().copied());
         let mut range = ranges.next();
         while taken < STEP && range.is_some() {

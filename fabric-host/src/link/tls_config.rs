@@ -17,8 +17,8 @@ use rustls::version::TLS13;
 use rustls::{Connection, DigitallySignedStruct, Error, SignatureScheme};
 use std::sync::Arc;
 
-/// TLS of one plane. The raw public key is of this process and drawn at its start: it says nothing
-/// of who has it. Who is at the other end is proven by the fleet's secret, over what is
+/// TLS of one plane. The raw public key is drawn when the plane is made: it says nothing of who has
+/// it. Who is at the other end is proven by the fleet's secret, over what is
 /// [bound](channel_binding) to this very connection.
 #[derive(Debug)]
 pub(crate) struct LinkTls {

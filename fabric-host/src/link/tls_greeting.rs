@@ -1,6 +1,6 @@
 //! The greeting of a TCP connection, over TLS where both sides encrypt. Which of the two is spoken
-//! is told from its first bytes, so that a side of the other kind hears why it is refused; nothing
-//! is ever said in plain because of that.
+//! is told from its first bytes, so that a side of the other kind hears in plain why it is refused;
+//! nobody goes on in plain because of that.
 
 use super::handshake::{TimedSocket, read_message};
 use super::stream::pack_control;
@@ -132,10 +132,6 @@ impl TcpGreeting {
         Ok(())
     }
 
-    pub(super) fn is_encrypted(&self) -> bool {
-        self.tls.is_some()
-    }
-
     /// See [`channel_binding`]; none if it is not encrypted.
     pub(super) fn binding(&self) -> Result<Option<[u8; 32]>> {
         let tls = self.tls.as_deref();
@@ -158,9 +154,9 @@ impl TcpGreeting {
         read_message(&mut Decrypted { tls, peer: TimedSocket(&mut self.peer, self.deadline) })
     }
 
-    /// Takes what the other side says first, whatever it is.
+    /// Takes what the other side says first, whatever it is; no hands were shaken.
     pub(super) fn discard(&mut self) -> Result<()> {
-        if self.tls.is_some() || !self.peek()? {
+        if !self.peek()? {
             return self.receive().map(|_| ());
         }
         let mut from = self.plain();

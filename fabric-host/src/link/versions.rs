@@ -1,8 +1,8 @@
 //! Peers that speak another version of the protocol.
 
-use super::handshake::{receive, send};
 use super::hostile::{
-    MARK, Victim, answered, deadline, dialling, is_dropped, rules, slice, stranger, write,
+    MARK, Victim, answered, deadline, dialling, is_dropped, receive, rules, send, slice, stranger,
+    write,
 };
 use super::stream::{pack, pack_message};
 use crate::proto::{HostControlMessage, HostCopyStatus, HostRecord, OLDEST, PathPolicy, VERSION};

@@ -9,6 +9,7 @@ use crate::link::{HostListeners, LinkTls, listen};
 use crate::ring::{AtomicU64, Consumer, Producer, words_for};
 use crate::shared::HostPlaneShared;
 use crate::worker::HostWorker;
+use kvferry_engine::fabric::unbracketed;
 use kvferry_fabric_common::{PlaneIdentity, PlaneLedger, draw_incarnation, spawn};
 use kvferry_trust::{FleetProof, NetworkTrust};
 use std::collections::BTreeMap;
@@ -40,13 +41,8 @@ impl fmt::Display for HostError {
 
 impl std::error::Error for HostError {}
 
-/// Host without the brackets of an IPv6 address.
-fn bare(host: &str) -> &str {
-    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
-}
-
 fn resolve(config: &HostConfig) -> Result<Vec<SocketAddr>, HostError> {
-    let (host, port) = (bare(&config.host), config.port);
+    let (host, port) = (unbracketed(&config.host), config.port);
     let fail = |why: String| HostError::Listen(format!("cannot listen at {host}:{port}: {why}"));
     let found: Vec<_> = (host, port).to_socket_addrs().map_err(|w| fail(w.to_string()))?.collect();
     if found.is_empty() { Err(fail("no address of that name".into())) } else { Ok(found) }
@@ -55,9 +51,9 @@ fn resolve(config: &HostConfig) -> Result<Vec<SocketAddr>, HostError> {
 /// The host that peers are told.
 fn advertised(config: &HostConfig) -> Result<Arc<str>, HostError> {
     if let Some(host) = &config.advertised {
-        return Ok(bare(host).into());
+        return Ok(unbracketed(host).into());
     }
-    let host = bare(&config.host);
+    let host = unbracketed(&config.host);
     if host.parse::<IpAddr>().is_ok_and(|address| address.is_unspecified()) {
         let text = format!("host = \"{host}\" is no address for peers: name one by `advertised`");
         return Err(HostError::Config(text));
@@ -73,9 +69,10 @@ impl HostPlane {
     pub fn new(config: HostConfig) -> Result<HostPlane, HostError> {
         config.check().map_err(HostError::Config)?;
         let PeerTrust { secret_file, encrypt, insecure_network, .. } = &config.trust;
-        let at = ("host", &*config.host);
-        let trust = NetworkTrust::of(at, secret_file.as_deref(), *insecure_network);
-        trust.map_err(HostError::Config)?.announce();
+        let places = resolve(&config)?;
+        let (at, ips) = (("host", &*config.host), places.iter().map(SocketAddr::ip));
+        let trust = NetworkTrust::of((at, ips), secret_file.as_deref(), *insecure_network);
+        trust.map_err(|why| HostError::Config(why.to_string()))?.announce();
         let proof = FleetProof::open(secret_file.as_deref()).map_err(HostError::Config)?;
         let tls = encrypt.then(LinkTls::new).transpose().map_err(HostError::System)?;
         let host = advertised(&config)?;
@@ -90,7 +87,7 @@ impl HostPlane {
             port: 0,
             pid: std::process::id(),
         };
-        let listeners = HostListeners::open(&resolve(&config)?, &location.socket_name());
+        let listeners = HostListeners::open(&places, &location.socket_name());
         let listeners = listeners.map_err(HostError::Listen)?;
         let bound = listeners.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
         location.port = bound.port();

@@ -10,7 +10,7 @@ use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
 use remote::{HostTestPlane, HostTestSetup, start};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The next event of a plane, of which there is one at a time.
@@ -65,13 +65,18 @@ impl TestWay {
 
 /// The file of a secret that all tests have, also in other processes.
 fn secret() -> PathBuf {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-    let (file, new) = (folder.join("secret"), format!("secret-{}", std::process::id()));
-    let new = folder.join(format!("{new}-{:?}", std::thread::current().id()));
-    fs::write(&new, "00112233445566778899aabbccddeeff").expect("a file");
-    fs::set_permissions(&new, Permissions::from_mode(0o400)).expect("its mode");
-    fs::rename(&new, &file).expect("it is in its place");
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("secret");
+    write_secrets(&file, &["00112233445566778899aabbccddeeff"]);
     file
+}
+
+/// Puts a file with secrets in its place, whole.
+pub(crate) fn write_secrets(file: &Path, secrets: &[&str]) {
+    let (process, thread) = (std::process::id(), std::thread::current().id());
+    let new = file.with_extension(format!("{process}-{thread:?}"));
+    fs::write(&new, secrets.join("\n")).expect("a file");
+    fs::set_permissions(&new, Permissions::from_mode(0o400)).expect("its mode");
+    fs::rename(&new, file).expect("it is in its place");
 }
 
 /// Settings of a plane that takes one way only.

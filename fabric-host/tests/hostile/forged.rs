@@ -208,9 +208,17 @@ impl AttackedAddress {
         pid: u32,
         bell: BorrowedFd<'_>,
     ) -> (OwnedFd, ForgedSegment, ForgedMessage) {
+        self.say_hello(&self.hello(pid), bell)
+    }
+
+    fn say_hello(
+        &self,
+        hello: &ForgedMessage,
+        bell: BorrowedFd<'_>,
+    ) -> (OwnedFd, ForgedSegment, ForgedMessage) {
         let socket = self.connect();
         let mut segment = ForgedSegment::new();
-        say(&socket, &self.hello(pid), &[segment.file.as_fd(), bell]);
+        say(&socket, hello, &[segment.file.as_fd(), bell]);
         let (answer, fds) = hear(&socket).expect("an answer to the hello");
         segment.is_rung_by(&fds);
         (socket, segment, answer)
@@ -218,8 +226,17 @@ impl AttackedAddress {
 
     /// A link that was let in.
     pub(crate) fn enter(&self) -> (OwnedFd, ForgedSegment) {
+        self.enter_as("stranger")
+    }
+
+    /// The same of a plane with another name.
+    pub(crate) fn enter_as(&self, name: &str) -> (OwnedFd, ForgedSegment) {
         let (bell, _) = bell();
-        let (socket, segment, answer) = self.greet(std::process::id(), bell.as_fd());
+        let mut hello = self.hello(std::process::id());
+        if let ForgedMessage::Hello { from, .. } = &mut hello {
+            *from = self.sender(name, std::process::id());
+        }
+        let (socket, segment, answer) = self.say_hello(&hello, bell.as_fd());
         assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
         (socket, segment)
     }
@@ -231,8 +248,19 @@ impl AttackedAddress {
         local: ForgedRegion,
         file: Option<BorrowedFd<'_>>,
     ) -> (ForgedMessage, Option<OwnedFd>) {
+        self.open_session(9, socket, local, file)
+    }
+
+    /// The same for a session of another number.
+    pub(crate) fn open_session(
+        &self,
+        session: u32,
+        socket: &OwnedFd,
+        local: ForgedRegion,
+        file: Option<BorrowedFd<'_>>,
+    ) -> (ForgedMessage, Option<OwnedFd>) {
         let (region, token) = (REGION.0, self.token);
-        let open = ForgedMessage::Open { session: 9, region, token, local };
+        let open = ForgedMessage::Open { session, region, token, local };
         say(socket, &open, file.as_slice());
         let (answer, mut fds) = hear(socket).expect("an answer");
         (answer, fds.pop())
@@ -329,6 +357,19 @@ impl Drop for ForgedWords {
         unsafe { munmap(self.0.cast(), 8 * WORDS) }.expect("a mapping");
     }
 }
+
+/// Words that say how far a ring is and who sleeps, of the requests and of the answers.
+pub(crate) const HEADS: [usize; 9] = [
+    0,
+    FRONT,
+    FRONT + 8,
+    FRONT + 16,
+    FRONT + 24,
+    FRONT + RING,
+    FRONT + RING + 8,
+    FRONT + RING + 16,
+    FRONT + RING + 24,
+];
 
 impl ForgedSegment {
     pub(crate) fn new() -> ForgedSegment {

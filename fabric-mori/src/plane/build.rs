@@ -77,8 +77,9 @@ impl MoriPlane {
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         let secret_file = config.secret_file.as_deref();
-        let trust = NetworkTrust::of(("host", &config.host), secret_file, config.insecure_network);
-        trust.map_err(MoriError::Config)?.announce();
+        let at = (("host", &*config.host), [host.into()]);
+        let trust = NetworkTrust::of(at, secret_file, config.insecure_network);
+        trust.map_err(|why| MoriError::Config(why.to_string()))?.announce();
         let proof = FleetProof::open(secret_file).map_err(MoriError::Config)?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
         install_last_error(&shim);

@@ -120,9 +120,6 @@ impl DataPlane for MoriPlane {
             other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
         };
         self.ledger.check_register(region, memory, base)?;
-        if let Some(why) = memory.unproven() {
-            return invalid(why);
-        }
         let lacking = self.cannot_pin(memory);
         self.ledger.regions.insert(region, LedgerRegion::new(memory.len(), ()));
         match lacking {

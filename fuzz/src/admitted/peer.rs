@@ -2,7 +2,8 @@
 
 use super::LEN;
 use super::forged::{
-    ForgedDenial, ForgedMessage, ForgedRegion, ForgedRules, ForgedSegment, bell, hear, is_sent,
+    ForgedDenial, ForgedMessage, ForgedRegion, ForgedRules, ForgedSegment, HEADS, bell, hear,
+    is_sent,
 };
 use super::passed::make_all;
 use super::step::{PassedFile, PeerGreeting, PeerMemorySpec, PeerStep};
@@ -256,12 +257,7 @@ impl LocalAttacker {
             PeerStep::Word { at, is_header, word } => {
                 self.is_wild = true;
                 let at = at.value(LEN) as usize;
-                let (front, ring) = (8, 32 + (1 << 16));
-                let headers = [0, front, front + 8, front + 16, front + 24];
-                let at = match is_header {
-                    true => headers[at % 5] + if at / 5 % 2 == 1 { ring } else { 0 },
-                    false => at,
-                };
+                let at = if *is_header { HEADS[at % HEADS.len()] } else { at };
                 self.segment.poke(at, word.value(LEN));
             }
             PeerStep::Wait => self.wait(),

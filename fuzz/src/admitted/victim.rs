@@ -1,14 +1,14 @@
 //! The plane that peers talk to: what they may reach of its memory, and what not.
 
 use super::forged::{
-    AttackedAddress, AttackedPlane, ForgedMessage, ForgedRegion, ForgedSegment, REGION, bell, hear,
-    register, say, write_record,
+    AttackedAddress, AttackedPlane, ForgedMessage, ForgedRegion, ForgedSegment, register,
+    write_record,
 };
 use super::tcp::ForgedStream;
 use super::{LEN, patient};
 use kvferry_engine::fabric::{DataPlane, Memory, OwnMemory, RegionId};
 use kvferry_fabric_host::{HugePages, MemfdPool};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 
@@ -59,7 +59,7 @@ impl FuzzVictim {
         let stale = register(&mut plane.plane, RegionId(3), part(3));
         plane.plane.deregister(RegionId(3)).expect("it is registered");
         let tokens = [plane.at.token, in_file, stale];
-        let honest = enter_honestly(&plane.at);
+        let honest = plane.at.enter_as("honest");
         let honest_stream = ForgedStream::enter_honestly(&plane.at);
         let writes = 0;
         FuzzVictim { plane, bytes, _pool: pool, tokens, honest, honest_stream, writes }
@@ -92,12 +92,9 @@ impl FuzzVictim {
         // The session was opened with memory that is gone: each write has one of its own.
         let session = self.writes as u32;
         let (base, len) = (source.as_ptr() as u64, 8);
-        open(
-            self.plane.at.token,
-            socket,
-            session,
-            ForgedRegion { base, len, process: None, file: false },
-        );
+        let local = ForgedRegion { base, len, process: None, file: false };
+        let (answer, _) = self.plane.at.open_session(session, socket, local, None);
+        assert!(matches!(answer, ForgedMessage::Opened { result: Ok(_), .. }), "{answer:?}");
         segment.push(&write_record(session, self.writes, true, 1, 8));
         let done = super::wait_for(|| segment.pop());
         assert_eq!(done, [3 << 56, self.writes], "an honest peer of this host is served");
@@ -111,7 +108,7 @@ impl FuzzVictim {
         assert_eq!(seen, (self.writes ^ 1 << 40).to_le_bytes(), "what it wrote is there");
         // Who comes now is let in, and served.
         if self.writes.is_multiple_of(16) {
-            drop(enter_honestly(&self.plane.at));
+            drop(self.plane.at.enter_as("honest"));
             drop(ForgedStream::enter_honestly(&self.plane.at));
         }
         let mut events = Vec::new();
@@ -122,26 +119,4 @@ impl FuzzVictim {
 
 fn is_guarded(at: usize) -> bool {
     at / LEN as usize != 1
-}
-
-/// A link of a peer that keeps to the protocol.
-fn enter_honestly(at: &AttackedAddress) -> (OwnedFd, ForgedSegment) {
-    let socket = at.connect();
-    let mut segment = ForgedSegment::new();
-    let (rung, _) = bell();
-    let mut hello = at.hello(std::process::id());
-    if let ForgedMessage::Hello { from, .. } = &mut hello {
-        *from = at.sender("honest", std::process::id());
-    }
-    say(&socket, &hello, &[segment.file.as_fd(), rung.as_fd()]);
-    let (answer, fds) = hear(&socket).expect("an answer");
-    assert!(matches!(answer, ForgedMessage::Welcome { .. }), "{answer:?}");
-    segment.is_rung_by(&fds);
-    (socket, segment)
-}
-
-fn open(token: u64, socket: &OwnedFd, session: u32, local: ForgedRegion) {
-    say(socket, &ForgedMessage::Open { session, region: REGION.0, token, local }, &[]);
-    let (answer, _) = hear(socket).expect("an answer");
-    assert!(matches!(answer, ForgedMessage::Opened { result: Ok(_), .. }), "{answer:?}");
 }

@@ -15,7 +15,7 @@ pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 
 use crate::instance::{BackendArg, FabricArg, mori_settings};
 use crate::process::{CommandError, Exit, seconds};
-use crate::sidecar::config::{ConfigLayer, HostArgs};
+use crate::sidecar::config::{ConfigLayer, HostArgs, SidecarConfig};
 use crate::sidecar::settings::KvMemory;
 use clap::Args;
 use kvferry_fabric_mori::MoriConfig;
@@ -225,6 +225,8 @@ fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), Com
 
 fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Check> {
     let trial = peer::trial(args.timeout);
+    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
+    let config = host.resolve(std::env::vars_os());
     let mut checks = vec![
         attach::cross_memory(&trial, &attach::PtraceRights::read(&roots.proc), args.kv_memory),
         attach::memory_file(&trial),
@@ -232,12 +234,12 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
         limits::open_files(limits::of_files()),
         limits::huge_pages(roots),
         ports::host_ip(&args.host_ip),
-        trust::trust(args),
+        trust::trust(args, &config),
     ];
     checks.extend(ports::listeners(args));
     checks.extend(args.proxy.as_deref().map(ports::proxy));
     checks.push(local_socket::socket(&local_socket::SocketLocation::new(args.socket.as_deref())));
-    checks.push(configuration(args));
+    checks.push(configuration(config));
     checks.push(devices::rdma(roots));
     checks.push(devices::mori(&devices::library_folders()));
     checks.push(devices::amd_gpu(&roots.dev));
@@ -250,10 +252,9 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
 }
 
 /// What `kvferry host` would take from file and environment.
-fn configuration(args: &DoctorArgs) -> Check {
+fn configuration(config: Result<SidecarConfig, String>) -> Check {
     const NAME: &str = "configuration";
-    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
-    let config = match host.resolve(std::env::vars_os()) {
+    let config = match config {
         Ok(config) => config,
         Err(why) => return Check::fail(NAME, why, "correct it where it says"),
     };

@@ -36,7 +36,7 @@ pub(super) fn host_ip(host: &str) -> Check {
             container those of its network, or docker --network=host)";
         return Check::fail(HOST_IP, found, remedy);
     }
-    let reach = match addresses.iter().all(|address| address.ip().is_loopback()) {
+    let reach = match kvferry_trust::are_loopback(addresses.iter().map(SocketAddr::ip)) {
         true => ", which peers on other machines do not reach",
         false => "",
     };

@@ -1,33 +1,40 @@
 //! What is between the network and who is to listen.
 
 use super::{Check, DoctorArgs};
-use crate::sidecar::config::{ConfigLayer, HostArgs};
+use crate::instance::{InstanceTrust, TrustSettings};
+use crate::sidecar::config::SidecarConfig;
 use kvferry_trust::{NetworkTrust, SecretFile};
 
 const NAME: &str = "trust";
 
 /// Whether a server with these arguments, and a host with this configuration, would listen, and who
 /// could reach it.
-pub(super) fn trust(args: &DoctorArgs) -> Check {
-    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
-    let Ok(config) = host.resolve(std::env::vars_os()) else {
+pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -> Check {
+    let Ok(config) = config else {
         return Check::skip(NAME, "the configuration cannot be used");
     };
-    let told = config.operator.fabric.trust;
-    let secret_file = args.secret_file.clone().or(told.secret_file);
-    let is_insecure = args.insecure_network || told.insecure_network;
-    let host = &*args.host_ip;
-    match NetworkTrust::of(("host_ip", host), secret_file.as_deref(), is_insecure) {
-        Ok(NetworkTrust::Loopback) => {
+    let mut peers = config.operator.fabric.trust.clone();
+    peers.secret_file = args.secret_file.clone().or(peers.secret_file);
+    peers.insecure_network |= args.insecure_network;
+    let (host, settings) = (&*args.host_ip, TrustSettings { peers, moriio_peers: None });
+    let trust = match InstanceTrust::of(("host_ip", host), &settings) {
+        Ok(trust) => trust,
+        Err(why) => {
+            let found = format!("the server would be refused: {}", why.found);
+            return Check::fail(NAME, found, why.remedy);
+        }
+    };
+    match trust.network {
+        NetworkTrust::Loopback => {
             Check::ok(NAME, format!("loopback: only this machine reaches {host}"))
         }
-        Ok(NetworkTrust::Insecure) => Check::warn(
+        NetworkTrust::Insecure => Check::warn(
             NAME,
             format!("insecure network: who reaches {host} is believed, and reads and writes KV"),
             "give all hosts of the fleet the same secret_file in place of insecure_network",
         ),
-        Ok(NetworkTrust::Secret) => {
-            let file = secret_file.unwrap_or_default();
+        NetworkTrust::Secret => {
+            let file = settings.peers.secret_file.unwrap_or_default();
             match SecretFile::open(&file) {
                 Ok(_) => Check::ok(
                     NAME,
@@ -39,13 +46,5 @@ pub(super) fn trust(args: &DoctorArgs) -> Check {
                 Err(why) => Check::fail(NAME, why, "as it says; the server would not start"),
             }
         }
-        Err(why) => match why.split_once(": give ") {
-            Some((found, remedy)) => Check::fail(
-                NAME,
-                format!("the server would be refused: {found}"),
-                format!("give {remedy}"),
-            ),
-            None => Check::fail(NAME, why, "give an address, or a name that resolves"),
-        },
     }
 }

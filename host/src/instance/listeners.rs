@@ -1,12 +1,13 @@
 //! The control plane of an instance, listening.
 
-use super::{InstanceTrust, TrustSettings};
+use super::InstanceTrust;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, Refused, bracketed};
 use kvferry_trust::FleetProof;
 use kvferry_wire::{ProvenPlane, SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, ErrorKind};
 use std::net::TcpListener;
+use std::path::Path;
 
 /// A control plane with the channels that peers of an instance use.
 pub(crate) struct ControlListeners {
@@ -15,7 +16,6 @@ pub(crate) struct ControlListeners {
     pub(crate) notify: Endpoint,
     /// As peers are told.
     pub(crate) address: ZmqAddress,
-    pub(crate) trust: InstanceTrust,
 }
 
 /// Where an instance is to listen, each with the name under which the user gave it.
@@ -51,17 +51,17 @@ impl ListenAddresses<'_> {
 }
 
 impl ControlListeners {
-    /// Listens for handshakes and notices, with the fleet's secret of a file if there is one.
+    /// Listens for handshakes and notices, for whom it is `trust` to say, with the fleet's secret of
+    /// a file if there is one.
     ///
     /// # Errors
-    /// A file that is none, or the address that cannot be had, under the name by which it was given, and what to do;
-    /// one that others reach if there is no secret.
+    /// A file that is none, or the address that cannot be had, under the name by which it was given, and what to do.
     pub(crate) fn new(
         places: ListenAddresses<'_>,
-        told: &TrustSettings,
+        secret_file: Option<&Path>,
+        trust: InstanceTrust,
     ) -> Result<ControlListeners, String> {
-        let proof = FleetProof::open(told.peers.secret_file.as_deref())?;
-        let trust = InstanceTrust::of(&places, told)?;
+        let proof = FleetProof::open(secret_file)?;
         trust.announce();
         let (_, host) = places.host;
         let channels =
@@ -80,11 +80,10 @@ impl ControlListeners {
         let (shake, note) = (port_of(&handshake).into(), port_of(&notify).into());
         let address = ZmqAddress { host: host.into(), handshake: shake, notify: note };
         address.check().map_err(|why| format!("host {host}: {why}"))?;
-        let signing = FleetProof::open(told.peers.secret_file.as_deref())?;
-        let plane = SignedPlane::new(plane, signing);
+        let plane = SignedPlane::new(plane, proof.clone());
         let plane = ProvenPlane::new(plane, proof, address.engine().to_string());
         let plane = if trust.moriio_peers { plane } else { plane.without_moriio_peers() };
-        Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address, trust })
+        Ok(ControlListeners { plane: Box::new(plane), handshake, notify, address })
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::instance::PlaneMeter;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::fabric::DataPlane;
-use kvferry_fabric_host::{HostConfig, HostPlane};
+use kvferry_fabric_host::{HostConfig, HostPlane, PeerTrust};
 use kvferry_fabric_mori::{DeviceEvents, MoriBackend, MoriConfig, MoriPlane};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -35,6 +35,22 @@ impl PlaneConfig {
             PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Rdma, .. }) => "mori-rdma",
             PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Xgmi, .. }) => "mori-xgmi",
         }
+    }
+
+    /// A plane over MoRI for peers that are trusted like this.
+    ///
+    /// # Errors
+    /// What MoRI moves is to be encrypted.
+    pub(crate) fn mori(config: MoriConfig, trust: PeerTrust) -> Result<PlaneConfig, String> {
+        let PeerTrust { secret_file, insecure_network, encrypt, .. } = trust;
+        if encrypt {
+            let backend = PlaneConfig::Mori(config).backend();
+            return Err(format!(
+                "encrypt: nothing encrypts what is moved by {backend}: leave it out, also of the \
+                 host's configuration, or take host in its place"
+            ));
+        }
+        Ok(PlaneConfig::Mori(MoriConfig { secret_file, insecure_network, ..config }))
     }
 
     /// The plane of a TP rank, which listens at `host`. What makes it one of an instance is set

@@ -1,13 +1,14 @@
 //! Who is answered at the ports of an instance, for the start, the log and the metrics.
 
-use super::ListenAddresses;
 use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::fabric::unbracketed;
 use kvferry_fabric_host::PeerTrust;
-use kvferry_trust::{NetworkTrust, is_loopback};
+use kvferry_trust::{NetworkRefusal, NetworkTrust, are_loopback};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+use std::net::ToSocketAddrs;
 use std::sync::{Arc, Once};
 
 /// Who is answered.
@@ -38,16 +39,19 @@ impl InstanceTrust {
     /// Of who is to listen there.
     ///
     /// # Errors
-    /// The setting, an address that others reach with nothing between, and what to do.
+    /// An address that others reach with nothing between, or a name without one.
     pub(crate) fn of(
-        places: &ListenAddresses<'_>,
+        host @ (setting, name): (&str, &str),
         TrustSettings { peers, moriio_peers }: &TrustSettings,
-    ) -> Result<InstanceTrust, String> {
-        let secret_file = peers.secret_file.as_deref();
-        let network = NetworkTrust::of(places.host, secret_file, peers.insecure_network)?;
-        // A name without an address is said where it is listened at.
-        let is_open =
-            network != NetworkTrust::Secret || is_loopback(places.host.1).unwrap_or(false);
+    ) -> Result<InstanceTrust, NetworkRefusal> {
+        let found = (unbracketed(name), 0).to_socket_addrs().map_err(|why| NetworkRefusal {
+            found: format!("{setting} = {name}: no address of that name: {why}"),
+            remedy: "give one of this machine".into(),
+        })?;
+        let addresses: Vec<_> = found.map(|at| at.ip()).collect();
+        let (secret, at) = (peers.secret_file.as_deref(), addresses.iter().copied());
+        let network = NetworkTrust::of((host, at), secret, peers.insecure_network)?;
+        let is_open = network != NetworkTrust::Secret || are_loopback(addresses);
         Ok(InstanceTrust { network, moriio_peers: moriio_peers.unwrap_or(is_open) })
     }
 

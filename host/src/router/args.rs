@@ -152,8 +152,6 @@ impl RouterArgs {
             retries_max: self.retries,
             legs_max: self.parts_max.saturating_mul(2),
             listed: self.listed()?,
-            // A list that was given is the whole list.
-            lists_signed: self.instances.is_none(),
             require_signed: self.require_signed,
             ..RouterConfig::default()
         })
@@ -186,7 +184,8 @@ impl RouterArgs {
                 loopback, or sign their registrations, are taken"
             );
         }
-        Ok(has_key.then(ListedInstances::loopback))
+        // A list that was given is the whole list, and this one is not.
+        Ok(has_key.then(|| ListedInstances::loopback().or_signed()))
     }
 
     /// By whom instances are verified, if legs are to be TLS.

@@ -126,7 +126,11 @@ impl ConnectionPool {
     async fn dial(&self, to: &Endpoint) -> Result<Box<PooledConnection>, String> {
         let stream = timeout(self.connect, self.stream(to)).await;
         let stream = stream.unwrap_or_else(|_| Err(self.too_late()));
-        self.remember(to, stream.as_ref().err());
+        let is_new = self.remember(to, stream.as_ref().err());
+        // Once for each reason: it is tried again and again.
+        if let (Err(why), true, Some(_)) = (&stream, is_new, &self.authorities) {
+            tracing::warn!(http = %to, why, "an instance is not verified");
+        }
         let line = Builder::new().handshake(TokioIo::new(stream?)).await;
         let (sender, connection) = line.map_err(|why| chain(&why))?;
         Ok(Box::new(PooledConnection { sender, connection, ended: false }))
@@ -148,27 +152,22 @@ impl ConnectionPool {
             None => Ok(Either::Left(stream)),
             Some(authorities) => {
                 let secured = authorities.connect(&to.0, stream).await;
-                // Once for each reason: it is tried again and again.
-                if let Err(why) = &secured
-                    && self.failure(to).as_ref() != Some(why)
-                {
-                    tracing::warn!(http = %to, why, "an instance is not verified");
-                }
                 secured.map(|stream| Either::Right(Box::new(stream)))
             }
         }
     }
 
-    /// Keeps why there is no connection, for who asks about the instance.
-    fn remember(&self, to: &Endpoint, failure: Option<&String>) {
+    /// Keeps why there is no connection, for who asks about the instance; true if it is another
+    /// reason than before.
+    fn remember(&self, to: &Endpoint, failure: Option<&String>) -> bool {
         let mut waiting = self.waiting();
-        match failure {
-            None => drop(waiting.failures.remove(to)),
-            Some(why) => {
-                waiting.failures.insert(to.clone(), (Instant::now(), why.clone()));
-                self.have_swept(&mut waiting);
-            }
-        }
+        let Some(why) = failure else {
+            waiting.failures.remove(to);
+            return false;
+        };
+        let before = waiting.failures.insert(to.clone(), (Instant::now(), why.clone()));
+        self.have_swept(&mut waiting);
+        before.is_none_or(|(_, before)| before != *why)
     }
 
     fn waiting(&self) -> MutexGuard<'_, IdleConnections> {

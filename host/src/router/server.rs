@@ -97,17 +97,20 @@ fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace) {
         "all {most} connections of clients are in use, {own} of them by your address; try again, \
          or have the operator raise --connections-max or the limit of open files"
     );
-    let error = HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message);
-    say(stream, "503 Service Unavailable\r\nretry-after: 1", &error);
+    say(stream, &HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message));
 }
 
 /// Answers without TLS and without reading, and ends the connection: if the socket takes it at once,
 /// since who is refused is not waited for.
-fn say(stream: &TcpStream, status: &str, error: &HttpError) {
+fn say(stream: &TcpStream, error: &HttpError) {
+    let (status, len) = (error.status, error.body.len());
+    let again = match status {
+        StatusCode::SERVICE_UNAVAILABLE => "retry-after: 1\r\n",
+        _ => "",
+    };
     let head = format!(
-        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n\
-         content-length: {}\r\n\r\n",
-        error.body.len()
+        "HTTP/1.1 {status}\r\n{again}content-type: application/json\r\nconnection: close\r\n\
+         content-length: {len}\r\n\r\n"
     );
     let _ = send(stream, &[head.as_bytes(), &error.body].concat(), SendFlags::NOSIGNAL);
     // What is unread would have the kernel take the answer back.
@@ -128,7 +131,7 @@ async fn secured(
             Ok(true) => certificate.accept(stream).await.map_err(|why| why.to_string()),
             Ok(false) => {
                 let message = "TLS is spoken here, and nothing else: ask at https://";
-                say(&stream, "400 Bad Request", &HttpError::bad(message, ""));
+                say(&stream, &HttpError::bad(message, ""));
                 Err("it does not speak TLS".into())
             }
             Err(why) => Err(why.to_string()),

@@ -170,6 +170,7 @@ impl ServeArgs {
         let peers = PeerTrust {
             secret_file: self.secret_file.clone().or_else(SecretFile::of_environment),
             insecure_network: self.insecure_network || insecure,
+            encrypt: self.encrypt,
             ..PeerTrust::default()
         };
         Ok(TrustSettings { peers, moriio_peers: self.moriio_peers })

@@ -78,12 +78,13 @@ async fn serve(
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
     };
-    InstanceTrust::of(&places, &trust).map_err(CommandError::Input)?;
+    let admitted = InstanceTrust::of(places.host, &trust)
+        .map_err(|why| CommandError::Input(why.to_string()))?;
     let listener = listen(&args.host, args.http_port).await?;
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
-    let listeners = ControlListeners::new(places, &trust);
-    let ControlListeners { plane, handshake, notify, address: zmq, trust: admitted } =
+    let listeners = ControlListeners::new(places, trust.peers.secret_file.as_deref(), admitted);
+    let ControlListeners { plane, handshake, notify, address: zmq } =
         listeners.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
     let state =
@@ -182,15 +183,8 @@ fn rank_parts(
             let slower = args.private_memory;
             PlaneConfig::Host(HostConfig { slower, trust, ..HostConfig::default() })
         }
-        FabricArg::Mori if args.encrypt => {
-            let why =
-                "--encrypt: what MoRI moves is not encrypted: leave it out, or give --fabric host";
-            return Err(CommandError::Input(why.into()));
-        }
         FabricArg::Mori => {
-            let PeerTrust { secret_file, insecure_network, .. } = trust;
-            let config = MoriConfig { secret_file, insecure_network, ..MoriConfig::default() };
-            PlaneConfig::Mori(config)
+            PlaneConfig::mori(MoriConfig::default(), trust).map_err(CommandError::Input)?
         }
     };
     // MoRI takes memory of its own process only.

@@ -34,8 +34,9 @@ impl ConnectorSettings {
             return Ok(None);
         }
         let host = HostArgs::default().resolve(std::env::vars_os())?;
-        let places = self.places(self.handshake_port, self.notify_port);
-        let trust = InstanceTrust::of(&places, &self.trust(&host.operator.fabric));
+        let fabric = &host.operator.fabric;
+        self.plane(fabric)?;
+        let trust = InstanceTrust::of(("host_ip", &self.host_ip), &self.trust(fabric));
         trust.map(Some).map_err(|why| format!("kv_connector_extra_config: {why}"))
     }
 }

@@ -55,14 +55,15 @@ pub(super) fn start(
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
     let [handshake, notify] = ports(engine)?;
-    let trust = settings.trust(&operator.fabric);
-    let listeners = ControlListeners::new(settings.places(handshake, notify), &trust)?;
+    let (told, places) = (settings.trust(&operator.fabric), settings.places(handshake, notify));
+    let trust = InstanceTrust::of(places.host, &told).map_err(|why| why.to_string())?;
+    let listeners = ControlListeners::new(places, told.peers.secret_file.as_deref(), trust)?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
     // Nobody will know the engine by ports that it was not given.
     let state = operator.state.as_deref().filter(|_| settings.handshake_port != 0);
     let incarnation =
         incarnations::begin(&listeners.address.engine(), engine.last_incarnation, state);
-    let config = core_config(engine, attention, &listeners, (incarnation, &limits))?;
+    let config = core_config(engine, attention, (&listeners, trust), (incarnation, &limits))?;
     let ranks = (0..engine.tp).map(|rank| {
         let worker = workers.get(&rank).ok_or_else(|| format!("rank {rank} did not register"))?;
         rank_plan(engine, &config, worker, (&operator.fabric, &limits))
@@ -99,7 +100,7 @@ pub(super) fn start(
         backend = %settings.backend(),
         transfer = %settings.transfer(),
         memory,
-        tcp = if trust.peers.encrypt { "encrypted" } else { "plain" },
+        tcp = if told.peers.encrypt { "encrypted" } else { "plain" },
         "serving an engine"
     );
     let read = engine.role == Role::Prefill && engine.mode() == Mode::Pull;
@@ -116,7 +117,7 @@ pub(super) fn start(
         tallies,
         worker_plans: away,
         memory,
-        trust: listeners.trust,
+        trust,
     })
 }
 
@@ -150,7 +151,7 @@ fn ports(engine: &ServingEngine) -> Result<[u16; 2], String> {
 fn core_config(
     engine: &ServingEngine,
     attention: Option<Arc<str>>,
-    listeners: &ControlListeners,
+    (listeners, trust): (&ControlListeners, InstanceTrust),
     (incarnation, limits): (Incarnation, &ProtocolLimits),
 ) -> Result<CoreConfig, String> {
     let settings = &engine.settings;
@@ -173,7 +174,7 @@ fn core_config(
             // Peers do not look at it.
             attn_backend: attention.unwrap_or_default(),
             settings: settings.moriio.clone(),
-            closed: listeners.trust.moriio_closed(&listeners.address.engine()),
+            closed: trust.moriio_closed(&listeners.address.engine()),
         }),
         ..CoreConfig::new(engine.role, name, incarnation, geometry, listeners.handshake.clone())
     })

@@ -75,7 +75,7 @@ fn a_taken_port_is_named_with_its_key_and_what_to_do() {
 fn an_address_of_another_machine_is_named_with_its_key() {
     let host = SidecarProcess::start("foreign");
     let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
-    engine.settings.insecure_network = true;
+    engine.settings.insecure_network = Some(true);
     // Kept for documentation: no machine has it.
     engine.settings.host_ip = "192.0.2.1".into();
     let (_pool, _worker, mut scheduler) = parts(&host, engine);

@@ -248,6 +248,24 @@ fn who_has_another_secret_or_none_is_told_why() {
 }
 
 #[test]
+fn what_is_to_be_encrypted_needs_a_secret_and_a_plane_that_does_it() {
+    let secret = secret("encrypt", "0123456789abcdef0123456789abcdef");
+    for (more, said) in [
+        (&[][..], "encrypt = true: it needs a secret"),
+        (&["--secret-file", &secret, "--fabric", "mori"], "encrypt: nothing encrypts"),
+    ] {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(["serve", "--role", "prefill", "--mode", "push", "--encrypt"])
+            .args(more)
+            .output()
+            .expect("it runs");
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && err.contains(said), "{err}");
+    }
+    serves("pull", true, &["--secret-file", &secret, "--encrypt"], "shared-memory");
+}
+
+#[test]
 fn a_stream_has_the_digest_and_ends() {
     let mut pair = ServePair::start("push", true, &[]);
     let (id, prefill, mut decode) = pair.legs(&prompt(70, 3));

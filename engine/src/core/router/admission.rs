@@ -13,7 +13,11 @@ use std::sync::Arc;
 /// Instances by where they serve HTTP: `HOST`, `HOST:PORT` or `ADDRESS/BITS`, IPv6 in brackets
 /// where a port follows. A name stands for itself and not for its addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ListedInstances(Arc<[ListedPlace]>);
+pub struct ListedInstances {
+    places: Arc<[ListedPlace]>,
+    /// Those that sign their registrations are in it, too, wherever they serve.
+    has_signed: bool,
+}
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum ListedPlace {
@@ -29,10 +33,18 @@ impl ListedInstances {
         "127.0.0.0/8,::1,localhost".parse().expect("a list")
     }
 
-    /// True if an instance at this HTTP address is in the list.
-    pub(super) fn has(&self, http: &Endpoint) -> bool {
+    /// With all instances that sign their registrations.
+    pub fn or_signed(self) -> ListedInstances {
+        ListedInstances { has_signed: true, ..self }
+    }
+
+    /// True if an instance at this HTTP address, which signs or not, is in the list.
+    pub(super) fn has(&self, http: &Endpoint, is_signed: bool) -> bool {
+        if self.has_signed && is_signed {
+            return true;
+        }
         let Some((host, port)) = split(&http.0) else { return false };
-        self.0.iter().any(|place| match place {
+        self.places.iter().any(|place| match place {
             ListedPlace::Host(name, at) => *name == host && at.is_none_or(|at| Some(at) == port),
             ListedPlace::Prefix(begin, bits) => {
                 host.parse().is_ok_and(|address| is_within(address, *begin, *bits))
@@ -52,7 +64,8 @@ impl FromStr for ListedInstances {
                 )
             })
         });
-        Ok(ListedInstances(places.collect::<Result<_, String>>()?))
+        let places = places.collect::<Result<_, String>>()?;
+        Ok(ListedInstances { places, has_signed: false })
     }
 }
 
@@ -117,8 +130,7 @@ pub(super) fn admit(
     if config.require_signed && !is_signed {
         return Err(RejectReason::Unsigned);
     }
-    let is_listed = config.listed.as_ref().is_none_or(|listed| listed.has(http));
-    match is_listed || config.lists_signed && is_signed {
+    match config.listed.as_ref().is_none_or(|listed| listed.has(http, is_signed)) {
         true => Ok(()),
         false => Err(RejectReason::Unlisted),
     }
@@ -153,7 +165,7 @@ mod tests {
             "[2001:db8:1:2::3]:80",
             "[::ffff:10.1.2.3]:80",
         ] {
-            assert!(listed.has(&taken.into()), "{taken}");
+            assert!(listed.has(&taken.into(), false), "{taken}");
         }
         for other in [
             "node-2:8001",
@@ -166,14 +178,14 @@ mod tests {
             "",
             "[::1",
         ] {
-            assert!(!listed.has(&other.into()), "{other}");
+            assert!(!listed.has(&other.into(), false), "{other}");
         }
         for bad in ["", "a,,b", "10.0.0.0/33", "a/8", "a:b", "a:99999", "http://a"] {
             assert!(bad.parse::<ListedInstances>().is_err(), "{bad}");
         }
         let own = ListedInstances::loopback();
-        assert!(own.has(&"127.1.2.3:80".into()) && own.has(&"[::1]:80".into()));
-        assert!(own.has(&"localhost:80".into()) && !own.has(&"0.0.0.0:80".into()));
+        assert!(own.has(&"127.1.2.3:80".into(), false) && own.has(&"[::1]:80".into(), false));
+        assert!(own.has(&"localhost:80".into(), false) && !own.has(&"0.0.0.0:80".into(), false));
     }
 
     #[test]

@@ -287,10 +287,7 @@ pub struct RouterConfig {
     /// The instances that may register; none lets all.
     #[serde(skip)]
     pub listed: Option<ListedInstances>,
-    /// Instances that sign their registrations may register though they are not listed.
-    #[serde(skip)]
-    pub lists_signed: bool,
-    /// No others may register.
+    /// No others may register than those that sign.
     #[serde(skip)]
     pub require_signed: bool,
 }
@@ -324,7 +321,6 @@ impl Default for RouterConfig {
             prefix_tokens: 512,
             prefixes_max: 65_536,
             listed: None,
-            lists_signed: false,
             require_signed: false,
         }
     }

@@ -71,6 +71,26 @@ fn a_trace_cut_anywhere_in_its_last_line_is_refused_with_its_line() {
     }
 }
 
+/// Rows of what `run` prints, but the one that has a speed in it.
+fn rows(text: &str) -> Vec<(&str, &str)> {
+    let rows = text.lines().filter_map(|line| line.strip_prefix(' ')?.split_once("  "));
+    rows.map(|(name, value)| (name, value.trim())).filter(|(name, _)| *name != "events").collect()
+}
+
+#[test]
+fn the_readme_shows_what_its_first_command_prints() {
+    let readme = fs::read_to_string(scenarios().join("../README.md")).expect("it is there");
+    let shown = readme.split("```text\n").nth(1).and_then(|text| text.split("```").next());
+    let ended = kvferry(["run", &scenarios().join("trace/push.toml").display().to_string()]);
+    let printed = rows(&ended.out);
+    let shown = rows(shown.expect("a block of what is printed"));
+    assert!(shown.len() > 6, "{shown:?}");
+    for row in shown {
+        let is_path = row.0.ends_with("push.toml");
+        assert!(is_path || printed.contains(&row), "README.md: {row:?} is none of {printed:?}");
+    }
+}
+
 #[test]
 fn what_is_missing_is_named() {
     let folder = ProgramFolder::new("missing");

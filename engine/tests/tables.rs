@@ -25,7 +25,7 @@ const STATE: [&str; 15] = [
 ];
 
 /// Types that hold any number of things.
-const TABLES: [&str; 14] = [
+const TABLES: [&str; 16] = [
     "AbandonQueue",
     "BTreeMap",
     "BTreeSet",
@@ -35,8 +35,10 @@ const TABLES: [&str; 14] = [
     "BlockLedger",
     "NoticeSender",
     "PrefixMemory",
+    "RecentMap",
     "RecentSet",
     "Rejections",
+    "SlotTable",
     "Timers",
     "Vec",
     "VecDeque",
@@ -64,7 +66,7 @@ const COUNTERS: [&str; 17] = [
 ];
 
 /// Tables that no gauge counts: file, struct and field, and why they cannot grow unseen.
-const UNCOUNTED: [(&str, &str); 32] = [
+const UNCOUNTED: [(&str, &str); 33] = [
     ("heartbeat.rs Heartbeat.router_events", "taken after each input"),
     ("block_ledger.rs BlockClaims.destinations", "what is received or quarantined"),
     ("block_ledger.rs BlockLedger.groups", "as many as the engine has"),
@@ -88,6 +90,7 @@ const UNCOUNTED: [(&str, &str); 32] = [
     ("peer_manager.rs PeerManager.events", "taken after each input"),
     ("peer_manager.rs PeerManager.peer_events", "taken after each input"),
     ("peer_manager.rs PeerManager.layouts", "one per TP rank"),
+    ("recent_set.rs RecentMap.values", "the same names"),
     ("recent_set.rs RecentSet.order", "the same names in another order"),
     ("timers.rs Timers.queue", "the same deadlines in another order"),
     ("transfer/flow.rs Flow.pieces", "the pieces of all flows are counted in one number"),

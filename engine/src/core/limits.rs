@@ -7,6 +7,7 @@ use super::ids::TP_MAX;
 use super::machine::Gauges;
 use super::message::{Role, TROUBLES_MAX};
 use super::moriio::{EARLY_RELEASES_MAX, MoriioSettings, PENDING_MAX};
+use super::payload::PayloadConfig;
 use super::router::{ABANDONED_MAX, KEPT_MAX, RouterConfig};
 use super::transfer::TransferConfig;
 
@@ -178,6 +179,30 @@ impl RouterConfig {
             peers: self.instances_max,
             entries: total(requests.saturating_mul(of_request)),
             remembered: total(of_instances.saturating_add(kept)),
+            violations: COUNT,
+            ..Gauges::default()
+        }
+    }
+}
+
+impl PayloadConfig {
+    /// Limits of the payloads of a host.
+    pub fn limits(&self) -> Gauges {
+        let [slots, clients, payloads, reservations] =
+            [self.slots_max, self.clients_max, self.payloads_max, self.reservations_max]
+                .map(u64::from);
+        // Reservations and what is wanted are named by who has them, too; what arrived once more by
+        // its key. Deadlines of reservations and of payloads.
+        let of_client = 2 * reservations + 4 * payloads;
+        Gauges {
+            transfers: self.slots_max,
+            held: self.slots_max,
+            queued: total(clients * reservations),
+            tombstones: total(2 * u64::from(self.tombstones_max)),
+            peers: self.clients_max,
+            // Stages that have a part of the pool or wait for one.
+            entries: total(4 * slots + clients.saturating_mul(of_client + 1)),
+            remembered: total(u64::from(self.streams_max) + clients),
             violations: COUNT,
             ..Gauges::default()
         }

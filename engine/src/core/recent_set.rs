@@ -1,4 +1,4 @@
-//! A table that forgets the oldest.
+//! Tables that forget the oldest.
 
 use std::collections::BTreeMap;
 
@@ -47,5 +47,44 @@ impl<K: Ord + Clone> RecentSet<K> {
 
     pub(super) fn len(&self) -> usize {
         self.places.len()
+    }
+}
+
+/// The newest names with a value each, `max` at most, in the order in which they came.
+#[derive(Debug)]
+pub(super) struct RecentMap<K, V> {
+    names: RecentSet<K>,
+    values: BTreeMap<K, V>,
+}
+
+impl<K: Ord + Clone, V> RecentMap<K, V> {
+    pub(super) fn new(max: u32) -> RecentMap<K, V> {
+        RecentMap { names: RecentSet::new(max), values: BTreeMap::new() }
+    }
+
+    /// Adds a name, or gives one that is there another value.
+    pub(super) fn insert(&mut self, name: K, value: V) {
+        self.values.insert(name.clone(), value);
+        if let Some(oldest) = self.names.insert(name) {
+            self.values.remove(&oldest);
+        }
+    }
+
+    pub(super) fn remove(&mut self, name: &K) {
+        if self.values.remove(name).is_some() {
+            self.names.remove(name);
+        }
+    }
+
+    pub(super) fn get(&self, name: &K) -> Option<&V> {
+        self.values.get(name)
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
+        self.values.iter()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.names.len()
     }
 }

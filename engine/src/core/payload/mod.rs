@@ -1,13 +1,316 @@
-//! Payloads that one stage of a pipeline puts and another gets by a key.
+//! Keyed payloads between the stages of a pipeline: what one process puts another gets, once, out of
+//! one pool that both see.
+//!
+//! `slots` has who owns which range of the pool; a range is free when nobody does, whatever else
+//! becomes of the payload. `exchange` brings payloads and those who want them together, `ends` says
+//! what does not come any more, and `clients` what each process has. Between the states of a payload
+//! only these ways lead:
+//!
+//! ```text
+//! reserved --Put--> queued --Want--> arrived --Take--> taken --Release--> (free)
+//!     |               |  ^------Abandon--'  |            |
+//!     |               |       or Left       |            |
+//!     '-Return, Left--+--hold, CleanUp,-----+---Left-----+----> (free when nobody owns the slot)
+//!                        or put again
+//! ```
 //!
 //! ```
-//! use kvferry_engine::core::payload::pool::{PAGE, PayloadPool};
+//! use kvferry_engine::core::payload::{
+//!     PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadFailure,
+//!     PayloadHook, PayloadInput, PayloadStream, SlotId,
+//! };
+//! use kvferry_engine::core::{Machine, Nanos, Outbox};
 //!
-//! let mut pool = PayloadPool::new(64 * PAGE);
-//! let chunk = pool.allocate(3305)?;
-//! assert_eq!((chunk.offset(), chunk.bytes()), (0, 3305));
-//! # Ok::<(), kvferry_engine::core::payload::pool::AllocateError>(())
+//! let (mut core, mut out) = (PayloadCore::new(PayloadConfig::default()), Outbox::new());
+//! let [thinker, talker] = [PayloadClient(0), PayloadClient(1)];
+//! let mut tell = |client, hook| {
+//!     core.handle(Nanos::ZERO, PayloadInput::Hook { client, hook }, &mut out);
+//!     let answer = |effect| match effect {
+//!         PayloadEffect::Answer { client, answer } => (client, answer),
+//!         PayloadEffect::Misuse { rule, .. } => panic!("{rule}"),
+//!     };
+//!     out.drain().map(answer).collect::<Vec<_>>()
+//! };
+//! for (client, stage) in [(thinker, "0"), (talker, "1")] {
+//!     tell(client, PayloadHook::Joined { deployment: "a".into(), stage: stage.into() });
+//! }
+//! let stream = PayloadStream::new("0", "1", "request-7");
+//! for chunk in [0, 1] {
+//!     assert_eq!(tell(talker, PayloadHook::Want { key: stream.chunk(chunk), producer: Some(thinker) }), []);
+//! }
+//! let reserve = PayloadHook::Reserve { ticket: 1, bytes: 3_305, wait: Nanos::from_ms(10) };
+//! let reserved = PayloadAnswer::Reserved { ticket: 1, slot: SlotId(1), offset: 0 };
+//! assert_eq!(tell(thinker, reserve), [(thinker, reserved)]);
+//! let put = PayloadHook::Put { slot: SlotId(1), key: stream.chunk(0), receivers: 1 };
+//! let [(_, PayloadAnswer::Arrived { bytes: 3_305, .. })] = tell(thinker, put)[..] else { panic!() };
+//! // Who waits for what never comes is told at once.
+//! let ended = PayloadHook::End { stream: stream.clone(), failure: None };
+//! let missing = PayloadAnswer::Missing { key: stream.chunk(1), failure: PayloadFailure::Ended };
+//! assert_eq!(tell(thinker, ended), [(talker, missing)]);
 //! ```
 
+mod clients;
+mod ends;
+mod exchange;
 mod holes;
+mod io;
 pub mod pool;
+mod slots;
+
+use super::machine::{Gauges, Machine, Outbox, Turn};
+use super::recent_set::RecentMap;
+use super::time::Nanos;
+use super::timers::Timers;
+use clients::PayloadClientState;
+use ends::ScopedStream;
+use exchange::{HeldPayload, PayloadClaim, ScopedKey, WaitingReceiver};
+pub use io::*;
+use slots::{ScopedStage, SlotTable};
+use std::collections::{BTreeMap, VecDeque};
+
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum PayloadTimer {
+    /// A client waits no longer for a slot.
+    Wait(PayloadClient, u64),
+    /// A payload waits no longer for receivers.
+    Hold(ScopedKey),
+}
+
+type PayloadTurn<'a> = Turn<'a, PayloadEffect>;
+
+/// The payloads of one host.
+#[derive(Debug)]
+pub struct PayloadCore {
+    config: PayloadConfig,
+    slots: SlotTable,
+    clients: BTreeMap<PayloadClient, PayloadClientState>,
+    /// Processes of each stage.
+    stages: BTreeMap<ScopedStage, u32>,
+    payloads: BTreeMap<ScopedKey, HeldPayload>,
+    claims: BTreeMap<ClaimId, PayloadClaim>,
+    /// Who waits for a payload, in the order in which they came.
+    wants: BTreeMap<ScopedKey, VecDeque<WaitingReceiver>>,
+    /// Who puts the chunks of a stream that has not ended.
+    producers: RecentMap<ScopedStream, PayloadClient>,
+    /// Streams without further chunks.
+    ended: RecentMap<ScopedStream, PayloadFailure>,
+    /// Keys whose payload is gone.
+    spent: RecentMap<ScopedKey, PayloadFailure>,
+    timers: Timers<PayloadTimer>,
+    next_id: u64,
+    is_draining: bool,
+    misuses: u32,
+}
+
+impl PayloadCore {
+    /// A host without payloads.
+    pub fn new(config: PayloadConfig) -> PayloadCore {
+        PayloadCore {
+            slots: SlotTable::new(config.pool, config.slots_max),
+            clients: BTreeMap::new(),
+            stages: BTreeMap::new(),
+            payloads: BTreeMap::new(),
+            claims: BTreeMap::new(),
+            wants: BTreeMap::new(),
+            producers: RecentMap::new(config.streams_max),
+            ended: RecentMap::new(config.tombstones_max),
+            spent: RecentMap::new(config.tombstones_max),
+            timers: Timers::default(),
+            next_id: 0,
+            is_draining: false,
+            misuses: 0,
+            config,
+        }
+    }
+
+    fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    fn misused(&mut self, client: PayloadClient, rule: &str, turn: &mut PayloadTurn<'_>) {
+        self.misuses = self.misuses.saturating_add(1);
+        turn.push(PayloadEffect::Misuse { client, rule: rule.into() });
+    }
+
+    fn hook(&mut self, client: PayloadClient, hook: PayloadHook, turn: &mut PayloadTurn<'_>) {
+        if let PayloadHook::Joined { deployment, stage } = hook {
+            let stage = ScopedStage { deployment, stage };
+            return self.joined(client, stage, turn);
+        }
+        let Some(state) = self.clients.get(&client) else {
+            return self.misused(client, "it has not joined", turn);
+        };
+        let deployment = state.stage.deployment.clone();
+        let scoped = |key| ScopedKey { deployment: deployment.clone(), key };
+        match hook {
+            PayloadHook::Joined { .. } => {}
+            PayloadHook::Left => self.left(client, turn),
+            PayloadHook::Reserve { ticket, bytes, wait } => {
+                self.reserve(client, ticket, (bytes, wait), turn);
+            }
+            PayloadHook::Put { slot, key, receivers } => {
+                self.put(client, slot, (scoped(key), receivers), turn);
+            }
+            PayloadHook::Return { slot } => self.returned(client, slot, turn),
+            PayloadHook::Want { key, producer } => {
+                self.wanted(client, (scoped(key), producer), turn);
+            }
+            PayloadHook::Abandon { key } => self.abandoned(client, &scoped(key), turn),
+            PayloadHook::Take { claim } => self.take(client, claim, turn),
+            PayloadHook::Release { claim } => self.release(client, claim, turn),
+            PayloadHook::End { stream, failure } => {
+                let why = failure.map_or(PayloadFailure::Ended, PayloadFailure::GivenUp);
+                self.end(ScopedStream { deployment, stream }, &why, turn);
+            }
+            PayloadHook::CleanUp { stream } => {
+                self.clean_up(&ScopedStream { deployment, stream }, turn);
+            }
+        }
+    }
+
+    fn joined(&mut self, client: PayloadClient, stage: ScopedStage, turn: &mut PayloadTurn<'_>) {
+        if self.clients.contains_key(&client) {
+            return self.misused(client, "it has joined already", turn);
+        }
+        if self.clients.len() >= self.config.clients_max as usize {
+            return self.misused(client, "there are clients_max processes already", turn);
+        }
+        *self.stages.entry(stage.clone()).or_default() += 1;
+        self.clients.insert(client, PayloadClientState::new(stage));
+    }
+
+    fn reserve(
+        &mut self,
+        client: PayloadClient,
+        ticket: u64,
+        (bytes, wait): (u64, Nanos),
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        if state.tickets.contains(&ticket) {
+            return self.misused(client, "the ticket is in use", turn);
+        }
+        let full = state.tickets.len() >= self.config.reservations_max as usize;
+        let refusal = match (self.is_draining, full, self.slots.check(bytes)) {
+            (true, ..) => Some(PayloadFailure::Closed),
+            (_, true, _) => Some(PayloadFailure::Overload("reservations that wait".into())),
+            (.., checked) => checked.err(),
+        };
+        if let Some(failure) = refusal {
+            let answer = PayloadAnswer::NotReserved { ticket, failure };
+            return turn.push(PayloadEffect::Answer { client, answer });
+        }
+        state.tickets.insert(ticket);
+        self.slots.wait(&state.stage, (client, ticket), bytes);
+        self.timers.arm(PayloadTimer::Wait(client, ticket), turn.now + wait);
+        self.serve_reservations(turn);
+        if wait == Nanos::ZERO {
+            self.wait_over(client, ticket, turn);
+        }
+    }
+
+    /// Gives slots to those who wait, in their order, as long as there is room.
+    fn serve_reservations(&mut self, turn: &mut PayloadTurn<'_>) {
+        while let Some((reservation, slot, offset)) = self.slots.serve(self.stages.len()) {
+            let (client, ticket) = (reservation.client, reservation.ticket);
+            self.timers.cancel(&PayloadTimer::Wait(client, ticket));
+            if let Some(state) = self.clients.get_mut(&client) {
+                state.tickets.remove(&ticket);
+                state.reserved.insert(slot);
+            }
+            let answer = PayloadAnswer::Reserved { ticket, slot, offset };
+            turn.push(PayloadEffect::Answer { client, answer });
+        }
+    }
+
+    /// Nobody is kept waiting for a slot longer than it said; those behind it may find room.
+    fn wait_over(&mut self, client: PayloadClient, ticket: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        let waited = self.slots.stop_waiting(&state.stage, client, ticket);
+        let Some(bytes) = waited else { return };
+        state.tickets.remove(&ticket);
+        self.timers.cancel(&PayloadTimer::Wait(client, ticket));
+        let failure = self.slots.full(bytes);
+        let answer = PayloadAnswer::NotReserved { ticket, failure };
+        turn.push(PayloadEffect::Answer { client, answer });
+        self.serve_reservations(turn);
+    }
+
+    fn returned(&mut self, client: PayloadClient, slot: SlotId, turn: &mut PayloadTurn<'_>) {
+        let Some(state) = self.clients.get_mut(&client) else { return };
+        if !state.reserved.remove(&slot) {
+            return self.misused(client, "it has not reserved what it returns", turn);
+        }
+        self.let_go(slot, turn);
+    }
+
+    /// One owner of a slot less; who waits for room may get it.
+    fn let_go(&mut self, slot: SlotId, turn: &mut PayloadTurn<'_>) {
+        self.slots.let_go(slot);
+        self.serve_reservations(turn);
+    }
+
+    fn drain(&mut self, turn: &mut PayloadTurn<'_>) {
+        self.is_draining = true;
+        for reservation in self.slots.drain_waiting() {
+            let (client, ticket) = (reservation.client, reservation.ticket);
+            self.timers.cancel(&PayloadTimer::Wait(client, ticket));
+            if let Some(state) = self.clients.get_mut(&client) {
+                state.tickets.remove(&ticket);
+            }
+            let answer = PayloadAnswer::NotReserved { ticket, failure: PayloadFailure::Closed };
+            turn.push(PayloadEffect::Answer { client, answer });
+        }
+    }
+
+    fn tick(&mut self, turn: &mut PayloadTurn<'_>) {
+        while let Some(timer) = self.timers.pop_due(turn.now) {
+            match timer {
+                PayloadTimer::Wait(client, ticket) => self.wait_over(client, ticket, turn),
+                PayloadTimer::Hold(place) => self.forget(&place, &PayloadFailure::Expired, turn),
+            }
+        }
+    }
+
+    /// Bytes of the pool in no slot.
+    pub fn free_bytes(&self) -> u64 {
+        self.slots.free_bytes()
+    }
+}
+
+impl Machine for PayloadCore {
+    type Input = PayloadInput;
+    type Effect = PayloadEffect;
+
+    fn handle(&mut self, now: Nanos, input: PayloadInput, out: &mut Outbox<PayloadEffect>) {
+        let turn = &mut Turn::new(now, out);
+        match input {
+            PayloadInput::Hook { client, hook } => self.hook(client, hook, turn),
+            PayloadInput::Drain => self.drain(turn),
+            PayloadInput::Tick => self.tick(turn),
+        }
+    }
+
+    fn deadline(&self) -> Option<Nanos> {
+        self.timers.next()
+    }
+
+    fn gauges(&self) -> Gauges {
+        let of_clients = self.clients.values().map(PayloadClientState::entries).sum::<usize>();
+        let waiting = self.wants.values().map(|clients| 1 + clients.len()).sum::<usize>();
+        let of_slots = self.slots.entries() + self.claims.len() + self.timers.len();
+        let entries = of_clients + waiting + of_slots;
+        Gauges {
+            transfers: self.payloads.len() as u32,
+            held: self.slots.len() as u32,
+            queued: self.slots.pending_len() as u32,
+            tombstones: (self.ended.len() + self.spent.len()) as u32,
+            peers: self.clients.len() as u32,
+            entries: entries as u32,
+            remembered: (self.producers.len() + self.stages.len()) as u32,
+            violations: self.misuses,
+            ..Gauges::default()
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! What does not come any more: streams that ended, processes that are gone, payloads that were
+//! cleaned up.
+
+use super::exchange::ScopedKey;
+use super::io::{PayloadClient, PayloadFailure, PayloadStream};
+use super::slots::ScopedStage;
+use super::{PayloadCore, PayloadTimer, PayloadTurn};
+use std::ops::RangeInclusive;
+use std::sync::Arc;
+
+/// A stream of one deployment.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ScopedStream {
+    pub(super) deployment: Arc<str>,
+    pub(super) stream: PayloadStream,
+}
+
+impl ScopedKey {
+    pub(super) fn stream(&self) -> ScopedStream {
+        ScopedStream { deployment: self.deployment.clone(), stream: self.key.stream.clone() }
+    }
+}
+
+impl ScopedStream {
+    /// All keys of it: the one without a number is the first.
+    fn keys(&self) -> RangeInclusive<ScopedKey> {
+        let scoped = |key| ScopedKey { deployment: self.deployment.clone(), key };
+        scoped(self.stream.whole())..=scoped(self.stream.chunk(u64::MAX))
+    }
+}
+
+impl PayloadCore {
+    /// A chunk was put: its stream goes on, and its end is heard of if its producer dies.
+    pub(super) fn begin_stream(&mut self, client: PayloadClient, place: &ScopedKey) {
+        let stream = place.stream();
+        self.ended.remove(&stream);
+        if place.key.chunk.is_none() {
+            return;
+        }
+        self.producers.insert(stream, client);
+    }
+
+    /// A stream has no further chunk.
+    pub(super) fn end(
+        &mut self,
+        stream: ScopedStream,
+        why: &PayloadFailure,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        self.producers.remove(&stream);
+        let waited = self.wants.range(stream.keys()).map(|(place, _)| place.clone());
+        let waited: Vec<_> = waited.filter(|place| !self.payloads.contains_key(place)).collect();
+        self.ended.insert(stream, why.clone());
+        for place in waited {
+            self.fail_wants(&place, why, turn);
+        }
+    }
+
+    /// Nobody gets what is there of a stream, nor waits for it.
+    pub(super) fn clean_up(&mut self, stream: &ScopedStream, turn: &mut PayloadTurn<'_>) {
+        let there = self.payloads.range(stream.keys()).map(|(place, _)| place.clone());
+        for place in there.collect::<Vec<_>>() {
+            self.forget(&place, &PayloadFailure::CleanedUp, turn);
+        }
+        self.end(stream.clone(), &PayloadFailure::CleanedUp, turn);
+    }
+
+    /// A process is gone with all that it has; what it put stays.
+    pub(super) fn left(&mut self, client: PayloadClient, turn: &mut PayloadTurn<'_>) {
+        let Some(state) = self.clients.remove(&client) else { return };
+        for ticket in state.tickets {
+            self.slots.stop_waiting(&state.stage, client, ticket);
+            self.timers.cancel(&PayloadTimer::Wait(client, ticket));
+        }
+        let deployment = &state.stage.deployment;
+        for key in state.wants {
+            self.unwant(client, &ScopedKey { deployment: deployment.clone(), key });
+        }
+        for claim in state.claims {
+            self.give_back(claim, turn);
+        }
+        for slot in state.reserved {
+            self.let_go(slot, turn);
+        }
+        let its = |(_, producer): &(&ScopedStream, &PayloadClient)| **producer == client;
+        let streams = self.producers.iter().filter(its).map(|(stream, _)| stream.clone());
+        for stream in streams.collect::<Vec<_>>() {
+            self.end(stream, &PayloadFailure::ProducerGone, turn);
+        }
+        self.fail_wants_of(client, turn);
+        self.stage_left(state.stage, turn);
+        // There may be a larger share for others.
+        self.serve_reservations(turn);
+    }
+
+    /// With the last process of a stage goes all that others wait for from it.
+    fn stage_left(&mut self, stage: ScopedStage, turn: &mut PayloadTurn<'_>) {
+        let Some(processes) = self.stages.get_mut(&stage) else { return };
+        *processes -= 1;
+        if *processes > 0 || planted!("nobody-misses-a-stage") {
+            return;
+        }
+        self.stages.remove(&stage);
+        let ScopedStage { deployment, stage: from } = stage;
+        let first = PayloadStream { from: from.clone(), to: "".into(), request: "".into() };
+        let first = ScopedKey { deployment: deployment.clone(), key: first.whole() };
+        let of_stage =
+            |place: &ScopedKey| place.deployment == deployment && place.key.stream.from == from;
+        let waited = self.wants.range(first..).map(|(place, _)| place.clone());
+        let waited = waited.take_while(of_stage).filter(|place| !self.payloads.contains_key(place));
+        for place in waited.collect::<Vec<_>>() {
+            self.fail_wants(&place, &PayloadFailure::ProducerGone, turn);
+        }
+    }
+}

@@ -1,0 +1,284 @@
+//! What the payload core takes and wants: inputs and effects.
+
+use crate::core::ids::number_id;
+use crate::core::time::Nanos;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+number_id!(
+    /// A process that puts and gets payloads, as its host numbers it; not used again.
+    PayloadClient(u32)
+);
+number_id!(
+    /// A range of the pool that somebody owns; not used again.
+    SlotId(u64)
+);
+number_id!(
+    /// The hand-over of one payload to one receiver; not used again.
+    ClaimId(u64)
+);
+
+/// All that one stage of a deployment sends another for one request. Its parts are of any length
+/// and content.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct PayloadStream {
+    /// The stage that puts.
+    pub from: Arc<str>,
+    /// The stage that gets.
+    pub to: Arc<str>,
+    /// The request, as the stages name it; or the whole key, of what comes in no chunks.
+    pub request: Arc<str>,
+}
+
+impl PayloadStream {
+    pub fn new(from: &str, to: &str, request: &str) -> PayloadStream {
+        PayloadStream { from: from.into(), to: to.into(), request: request.into() }
+    }
+
+    /// The key of one of its chunks.
+    pub fn chunk(&self, index: u64) -> PayloadKey {
+        PayloadKey { stream: self.clone(), chunk: Some(index) }
+    }
+
+    /// The key of what comes whole.
+    pub fn whole(&self) -> PayloadKey {
+        PayloadKey { stream: self.clone(), chunk: None }
+    }
+}
+
+impl fmt::Display for PayloadStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} from stage {} to {}", self.request, self.from, self.to)
+    }
+}
+
+/// The name of a payload within a deployment.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct PayloadKey {
+    pub stream: PayloadStream,
+    /// Which chunk of the stream it is, from 0; none if it is not one of several.
+    pub chunk: Option<u64>,
+}
+
+impl fmt::Display for PayloadKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.chunk {
+            Some(chunk) => write!(f, "chunk {chunk} of {}", self.stream),
+            None => self.stream.fmt(f),
+        }
+    }
+}
+
+/// Why a payload does not come, or is not taken.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum PayloadFailure {
+    /// The stream is over and has no such chunk.
+    Ended,
+    /// Its producer will not put it, for this reason.
+    GivenUp(Arc<str>),
+    /// The process that was to put it is gone.
+    ProducerGone,
+    /// As many as were to have it have it.
+    Taken,
+    /// Nobody asked for it in time.
+    Expired,
+    /// It was cleaned up.
+    CleanedUp,
+    /// There was no room in the pool for it in time.
+    PoolFull {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes in no slot.
+        free: u64,
+        /// The longest slot that there was room for.
+        largest: u64,
+    },
+    /// It is longer than the pool.
+    TooLong {
+        /// Bytes asked for.
+        bytes: u64,
+        /// Bytes of the pool.
+        pool: u64,
+    },
+    /// A table is full, which is named.
+    Overload(Arc<str>),
+    /// The host ends.
+    Closed,
+}
+
+impl PayloadFailure {
+    /// A name for metrics.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            PayloadFailure::Ended => "ended",
+            PayloadFailure::GivenUp(_) => "given-up",
+            PayloadFailure::ProducerGone => "producer-gone",
+            PayloadFailure::Taken => "taken",
+            PayloadFailure::Expired => "expired",
+            PayloadFailure::CleanedUp => "cleaned-up",
+            PayloadFailure::PoolFull { .. } => "pool-full",
+            PayloadFailure::TooLong { .. } => "too-long",
+            PayloadFailure::Overload(_) => "overload",
+            PayloadFailure::Closed => "closed",
+        }
+    }
+}
+
+impl fmt::Display for PayloadFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PayloadFailure::Ended => f.write_str("the stream has ended before it"),
+            PayloadFailure::GivenUp(why) => write!(f, "its producer gave it up: {why}"),
+            PayloadFailure::ProducerGone => f.write_str("the process that was to put it is gone"),
+            PayloadFailure::Taken => f.write_str("another receiver has it"),
+            PayloadFailure::Expired => f.write_str("nobody took it in time"),
+            PayloadFailure::CleanedUp => f.write_str("it was cleaned up"),
+            PayloadFailure::PoolFull { bytes, free, largest } => write!(
+                f,
+                "no room for {bytes} B in the pool, where {free} B are free, {largest} B at most in \
+                 one piece: release what was got, or give a larger pool"
+            ),
+            PayloadFailure::TooLong { bytes, pool } => {
+                write!(f, "{bytes} B are more than the pool has, {pool} B: give a larger one")
+            }
+            PayloadFailure::Overload(what) => write!(f, "too many {what}"),
+            PayloadFailure::Closed => f.write_str("the host ends"),
+        }
+    }
+}
+
+impl std::error::Error for PayloadFailure {}
+
+/// What a client tells.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PayloadHook {
+    /// A process of a stage begins. Those of other deployments do not meet it.
+    Joined { deployment: Arc<str>, stage: Arc<str> },
+    /// The process is gone, and does not touch the pool any more.
+    Left,
+    /// It wants to write so many bytes. One [`PayloadAnswer::Reserved`] or
+    /// [`PayloadAnswer::NotReserved`] follows, after `wait` at the latest.
+    Reserve {
+        /// Chosen by the client; it uses it once at a time.
+        ticket: u64,
+        bytes: u64,
+        wait: Nanos,
+    },
+    /// A reserved slot is written; from now on it is only read.
+    Put {
+        slot: SlotId,
+        key: PayloadKey,
+        /// Receivers that get it, each once; at least 1.
+        receivers: u32,
+    },
+    /// A reserved slot is not needed.
+    Return { slot: SlotId },
+    /// Hand it over when it is there. One [`PayloadAnswer::Arrived`] or
+    /// [`PayloadAnswer::Missing`] follows, unless it is abandoned before.
+    Want {
+        key: PayloadKey,
+        /// The process that will put it, if that is known: with it goes what it has not put.
+        producer: Option<PayloadClient>,
+    },
+    /// It is not wanted any more. What arrived for it and was not taken is for others.
+    Abandon { key: PayloadKey },
+    /// What arrived was given to the stage: it does not go to anybody else.
+    Take { claim: ClaimId },
+    /// Nobody reads what was taken any more.
+    Release { claim: ClaimId },
+    /// No further chunk of the stream will be put. Without a failure, whoever waits for one learns
+    /// that the stream has ended.
+    End { stream: PayloadStream, failure: Option<Arc<str>> },
+    /// Nobody will get what is there of the stream and was not taken.
+    CleanUp { stream: PayloadStream },
+}
+
+/// What a client is told.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PayloadAnswer {
+    Reserved {
+        ticket: u64,
+        slot: SlotId,
+        /// Where it begins in the pool, in bytes.
+        offset: u64,
+    },
+    NotReserved {
+        ticket: u64,
+        failure: PayloadFailure,
+    },
+    /// A payload is there for this client, until it abandons or releases it.
+    Arrived {
+        key: PayloadKey,
+        claim: ClaimId,
+        /// Where it begins in the pool, in bytes.
+        offset: u64,
+        bytes: u64,
+        /// Counts the payloads that were put; of two with one key the later has the larger number.
+        generation: u64,
+    },
+    /// A payload that was wanted does not come.
+    Missing {
+        key: PayloadKey,
+        failure: PayloadFailure,
+    },
+}
+
+/// What can happen to a payload core.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PayloadInput {
+    /// A client tells.
+    Hook { client: PayloadClient, hook: PayloadHook },
+    /// Reserve nothing any more.
+    Drain,
+    /// A deadline may be due.
+    Tick,
+}
+
+/// What a payload core wants done.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PayloadEffect {
+    /// Tell a client.
+    Answer { client: PayloadClient, answer: PayloadAnswer },
+    /// For the log: a client broke the rule, and what it said was dropped.
+    Misuse { client: PayloadClient, rule: Arc<str> },
+}
+
+/// The pool and the limits of a payload core.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct PayloadConfig {
+    /// Bytes of the pool.
+    pub pool: u64,
+    /// How long a payload waits for its receivers; zero: for ever.
+    pub hold: Nanos,
+    /// Slots at a time; more wait as for room.
+    pub slots_max: u32,
+    /// Processes at a time.
+    pub clients_max: u32,
+    /// Payloads that one client wants, or has got and not released.
+    pub payloads_max: u32,
+    /// Slots that one client waits for at a time.
+    pub reservations_max: u32,
+    /// Streams whose producer is remembered until they end; of older ones nobody learns that it is
+    /// gone, unless it was the last of its stage.
+    pub streams_max: u32,
+    /// Remembered keys and streams that have ended.
+    pub tombstones_max: u32,
+}
+
+impl Default for PayloadConfig {
+    fn default() -> Self {
+        PayloadConfig {
+            pool: 1 << 30,
+            hold: Nanos::from_secs(300),
+            slots_max: 65_536,
+            clients_max: 1_024,
+            payloads_max: 65_536,
+            reservations_max: 256,
+            streams_max: 65_536,
+            tombstones_max: 65_536,
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Who owns which range of the pool, and who waits for one.
+
+use super::io::{PayloadClient, PayloadFailure, SlotId};
+use super::pool::{PAGE, PayloadPool, PoolRange};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// A stage of one deployment.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct ScopedStage {
+    pub(super) deployment: Arc<str>,
+    pub(super) stage: Arc<str>,
+}
+
+#[derive(Debug)]
+struct PoolSlot {
+    range: PoolRange,
+    owners: u32,
+    /// Whose share of the pool it is of.
+    stage: ScopedStage,
+}
+
+/// What a stage has of the pool.
+#[derive(Clone, Copy, Debug, Default)]
+struct StageUse {
+    /// Bytes, in whole pages.
+    bytes: u64,
+    slots: usize,
+}
+
+/// Bytes in whole pages.
+fn whole(bytes: u64) -> u64 {
+    bytes.next_multiple_of(PAGE)
+}
+
+/// A client that waits for room.
+#[derive(Debug)]
+pub(super) struct Reservation {
+    pub(super) client: PayloadClient,
+    pub(super) ticket: u64,
+    bytes: u64,
+    /// Counts the reservations.
+    number: u64,
+}
+
+/// The slots of the pool, and the reservations that wait for one.
+///
+/// Each stage has an equal share of the pool, and what it has put counts until it is released. One
+/// that has its share waits, so that it cannot take the room that the stages behind it need to get on
+/// with what it put. Beyond that all are served in the order in which they came: a long reservation is
+/// not passed over for ever by shorter ones.
+#[derive(Debug)]
+pub(super) struct SlotTable {
+    pool: PayloadPool,
+    slots: BTreeMap<SlotId, PoolSlot>,
+    slots_max: usize,
+    used: BTreeMap<ScopedStage, StageUse>,
+    waiting: BTreeMap<ScopedStage, VecDeque<Reservation>>,
+    reservations: u64,
+    next: u64,
+}
+
+impl SlotTable {
+    pub(super) fn new(bytes: u64, slots_max: u32) -> SlotTable {
+        SlotTable {
+            pool: PayloadPool::new(bytes),
+            slots: BTreeMap::new(),
+            slots_max: slots_max as usize,
+            used: BTreeMap::new(),
+            waiting: BTreeMap::new(),
+            reservations: 0,
+            next: 0,
+        }
+    }
+
+    /// Whether so much could be had if all were free.
+    pub(super) fn check(&self, bytes: u64) -> Result<(), PayloadFailure> {
+        let pool = self.pool.bytes();
+        if bytes > pool { Err(PayloadFailure::TooLong { bytes, pool }) } else { Ok(()) }
+    }
+
+    /// Why there was no room for so much.
+    pub(super) fn full(&self, bytes: u64) -> PayloadFailure {
+        let (free, largest) = (self.pool.free_bytes(), self.pool.largest());
+        PayloadFailure::PoolFull { bytes, free, largest }
+    }
+
+    /// Waits for a slot.
+    pub(super) fn wait(
+        &mut self,
+        stage: &ScopedStage,
+        (client, ticket): (PayloadClient, u64),
+        bytes: u64,
+    ) {
+        self.reservations += 1;
+        let reservation = Reservation { client, ticket, bytes, number: self.reservations };
+        self.waiting.entry(stage.clone()).or_default().push_back(reservation);
+    }
+
+    /// Serves who waited longest of those whose stage has less than its share, if there is room: with
+    /// one owner. `stages` share the pool.
+    pub(super) fn serve(&mut self, stages: usize) -> Option<(Reservation, SlotId, u64)> {
+        if self.slots.len() >= self.slots_max {
+            return None;
+        }
+        let stages = stages.max(1);
+        let share =
+            StageUse { bytes: self.pool.bytes() / stages as u64, slots: self.slots_max / stages };
+        let is_served = |stage: &ScopedStage, bytes: u64| {
+            let used = self.used.get(stage).copied().unwrap_or_default();
+            // What is longer than a share has to fit as well.
+            let fits = bytes == 0 || used.bytes == 0 || used.bytes + whole(bytes) <= share.bytes;
+            fits && used.slots < share.slots.max(1) || planted!("a-stage-may-fill-the-pool")
+        };
+        let heads = self.waiting.iter().filter_map(|(stage, all)| Some((stage, all.front()?)));
+        let (stage, head) = heads
+            .filter(|(stage, head)| is_served(stage, head.bytes))
+            .min_by_key(|(_, head)| head.number)?;
+        let range = self.pool.allocate(head.bytes).ok()?;
+        let stage = stage.clone();
+        let waiting = self.waiting.get_mut(&stage)?;
+        let reservation = waiting.pop_front()?;
+        if waiting.is_empty() {
+            self.waiting.remove(&stage);
+        }
+        self.next += 1;
+        let (slot, offset) = (SlotId(self.next), range.offset());
+        let used = self.used.entry(stage.clone()).or_default();
+        used.bytes += whole(range.bytes());
+        used.slots += 1;
+        self.slots.insert(slot, PoolSlot { range, owners: 1, stage });
+        Some((reservation, slot, offset))
+    }
+
+    /// Takes one reservation out, and says how long it was to be.
+    pub(super) fn stop_waiting(
+        &mut self,
+        stage: &ScopedStage,
+        client: PayloadClient,
+        ticket: u64,
+    ) -> Option<u64> {
+        let waiting = self.waiting.get_mut(stage)?;
+        let is_it = |waits: &Reservation| waits.client == client && waits.ticket == ticket;
+        let place = waiting.iter().position(is_it)?;
+        let bytes = waiting.remove(place).map(|waits| waits.bytes);
+        if waiting.is_empty() {
+            self.waiting.remove(stage);
+        }
+        bytes
+    }
+
+    /// Takes all reservations out.
+    pub(super) fn drain_waiting(&mut self) -> impl Iterator<Item = Reservation> {
+        std::mem::take(&mut self.waiting).into_values().flatten()
+    }
+
+    /// Where a slot begins, and how many bytes were asked for.
+    pub(super) fn place(&self, slot: SlotId) -> (u64, u64) {
+        self.slots.get(&slot).map_or((0, 0), |slot| (slot.range.offset(), slot.range.bytes()))
+    }
+
+    /// One more owns the slot.
+    pub(super) fn share(&mut self, slot: SlotId) {
+        if let Some(slot) = self.slots.get_mut(&slot) {
+            slot.owners += 1;
+        }
+    }
+
+    /// One owner less; the last one frees it.
+    pub(super) fn let_go(&mut self, slot: SlotId) {
+        let Some(found) = self.slots.get_mut(&slot) else { return };
+        found.owners -= 1;
+        if found.owners > 0 && !planted!("a-slot-has-one-owner") {
+            return;
+        }
+        let Some(PoolSlot { range, stage, .. }) = self.slots.remove(&slot) else { return };
+        let freed = self.pool.free(range);
+        debug_assert!(freed.is_ok(), "{freed:?}");
+        if let Some(used) = self.used.get_mut(&stage) {
+            used.bytes -= whole(range.bytes());
+            used.slots -= 1;
+            if used.slots == 0 {
+                self.used.remove(&stage);
+            }
+        }
+    }
+
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.pool.free_bytes()
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    pub(super) fn pending_len(&self) -> usize {
+        self.waiting.values().map(VecDeque::len).sum()
+    }
+
+    /// Stages that have slots or wait for some.
+    pub(super) fn entries(&self) -> usize {
+        self.used.len() + self.waiting.len()
+    }
+}

@@ -29,7 +29,7 @@
 //!
 //! Neighbouring holes are one hole at once. Of the schemes that were tried over sizes from 3 KB to
 //! 256 MB and lifetimes from 1 ms to 30 s in pools of 0.5 to 8 GiB this one refused least often while
-//! enough was free. First fit refused 50 times as often with chunks of 3 KB and 1.6 MB at 70 to 90 %
+//! enough was free. First fit refused 30 times as often with chunks of 3 KB and 1.6 MB at 70 to 90 %
 //! occupancy, and a third more often with tensors of 16 MB among them. Buddies, and size classes
 //! that round up, cannot use holes that would do.
 //!
@@ -63,10 +63,10 @@
 //! # What it needs of its caller
 //!
 //! Order. The pool does not wait: who is refused tries again after each [`PayloadPool::free`], which
-//! costs a comparison as long as nothing is large enough ([`PayloadPool::largest`]). As long as one
-//! waits, nothing that came later may be allocated: then the pool can only drain, and whoever waits
-//! is served at the latest when all that was in use has been freed. Those that overtake may keep a
-//! large one waiting for ever.
+//! costs one look-up as long as nothing is large enough. As long as one waits, nothing that came
+//! later may be allocated: then the pool can only drain, and whoever waits is served at the latest
+//! when all that was in use has been freed. Those that overtake may keep a large one waiting for
+//! ever.
 
 use super::holes::{Hole, HoleTrie};
 use std::collections::{BTreeMap, BTreeSet};

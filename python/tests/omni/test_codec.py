@@ -297,7 +297,7 @@ ADDRESSED = {
     "not UTF-8": (whole(b"\xa1\xff"), "DecodeError|Unicode"),
     "list of 2^32": (whole(b"\xdd\xff\xff\xff\xff"), "DecodeError"),
     "depth": (whole(b"\x91" * 100_000), "RecursionError"),
-    "depth of what is restored": (whole(b"\x92\xa6images" * 900 + b"\xc0"), "RecursionError"),
+    "depth of what is restored": (whole(b"\x92\xa6images" * 3_000 + b"\xc0"), "RecursionError"),
     "bytes that nobody names": (whole(b"\xc0", tail=1), "buffers end at byte"),
     "bytes that no raw payload names": (whole(leaf(b"B", b"B", 1), tail=99, raw=1), "buffers end at byte"),
     "leaf without a name": (whole(extension(b"T")), "a leaf of 1 bytes"),

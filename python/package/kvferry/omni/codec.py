@@ -149,11 +149,13 @@ class Encoded:
             raise ValueError(f"{target.nbytes} bytes for a payload of {self.nbytes}")
         base = target.__array_interface__["data"][0]
         end = len(self.header)
-        ctypes.memmove(base, self.header, end)
+        memmove = ctypes.memmove
+        memmove(base, self.header, end)
         for offset, nbytes, address, _ in self.buffers:
             # Whose bytes were there before is nobody's business.
-            ctypes.memmove(base + end, ZEROS, offset - end)
-            ctypes.memmove(base + offset, address, nbytes)
+            if offset > end:
+                memmove(base + end, ZEROS, offset - end)
+            memmove(base + offset, address, nbytes)
             end = offset + nbytes
 
 
@@ -178,12 +180,14 @@ class _Encoder(serialization.OmniMsgpackEncoder):
         name = NAMES.get(tensor.dtype)
         if name is None:
             raise TypeError(f"a tensor of {tensor.dtype} has no bytes of its own; dequantize it before it is put")
-        # Each of these gives the same tensor if there is nothing to do.
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg()
+        # Each call that is not made is a microsecond of a small payload's.
+        flat = tensor if tensor.is_cpu else tensor.detach().cpu()
+        if flat.is_conj() or flat.is_neg():
+            flat = flat.detach().resolve_conj().resolve_neg()
         if not flat.is_contiguous():
             # Torch copies no tensor of some dtypes.
-            flat = flat.view(WORDS.get(flat.element_size(), flat.dtype)).contiguous()
-        self.leaves.append((flat.numel() * flat.element_size(), flat.data_ptr(), flat))
+            flat = flat.detach().view(WORDS.get(flat.element_size(), flat.dtype)).contiguous()
+        self.leaves.append((flat.nbytes, flat.data_ptr(), flat))
         return _leaf(b"T", name, tensor.shape)
 
     def array(self, array: np.ndarray) -> bytes:
@@ -232,6 +236,8 @@ class _Encoder(serialization.OmniMsgpackEncoder):
         return msgpack.Ext(LEAF_CODE, _leaf(b"P", img.mode.encode(), array.shape))
 
 
+# Chunks of a stream have the same leaves again and again.
+@lru_cache(1024)
 def _leaf(kind: bytes, name: bytes, shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<cB{len(name)}s{len(shape)}Q", kind, len(name), name, *shape)
 
@@ -381,6 +387,7 @@ class _Reader:
         return DECODER._decode_pil_image({"mode": mode, "shape": shape, "data": data})
 
 
+@lru_cache(1024)
 def _parts(leaf: bytes) -> tuple[bytes, str, tuple[int, ...]]:
     if len(leaf) < 2:
         raise _damaged(f"a leaf of {len(leaf)} bytes")

@@ -14,6 +14,8 @@ from client import get, metric, post
 START_S = 600
 STOP_S = 20
 LOG_LINES = 40
+# Of the stacks of all threads of a server.
+STACK_LINES = 600
 # What vLLM logs when its worker failed.
 LOST = "WorkerProc hit an exception"
 
@@ -33,6 +35,8 @@ FLAGS = [
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    # `Process.stacks` asks for them.
+    "PYTHONFAULTHANDLER": "1",
     "THP_MEM_ALLOC_ENABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -58,8 +62,8 @@ class Process:
                 start_new_session=True,
             )
 
-    def tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    def tail(self, most: int = LOG_LINES) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-most:]
         return f"last lines of {self.name}:\n" + "\n".join(lines)
 
     def wait_until(self, what: str, condition, seconds: float) -> None:
@@ -75,6 +79,15 @@ class Process:
     def is_lost(self) -> bool:
         """True if it has ended."""
         return self.child.poll() is not None
+
+    def stacks(self) -> str:
+        """Ends it and its children; where each of their threads was."""
+        os.killpg(self.child.pid, signal.SIGABRT)
+        try:
+            self.child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            pass
+        return self.tail(STACK_LINES)
 
     def kill(self) -> None:
         """`kill -9` of the process and its children."""

@@ -91,7 +91,9 @@ def test_a_killed_prefill_is_a_clear_answer(pair):
     with ThreadPoolExecutor(CLIENTS) as pool:
         clients = [pool.submit(_ask_on, pair, n, first, last) for n in range(CLIENTS)]
         try:
-            assert first.wait(30), f"no answer ahead of the kill\n{pair.prefill.tail()}"
+            if not first.wait(30):
+                said = [pair.router.tail(), pair.decode.tail(), pair.prefill.stacks()]
+                pytest.fail("\n".join(["no answer ahead of the kill", *said]))
         finally:
             killed = time.monotonic()
             last.set()

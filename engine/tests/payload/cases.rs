@@ -134,7 +134,8 @@ fn room_is_waited_for_in_turn_and_no_longer_than_was_said() {
     assert_eq!(bench.reserve(1, Nanos::from_ms(20)), []);
     bench.now = Nanos::from_ms(10);
     let answers = bench.input(PayloadInput::Tick);
-    let full = PayloadFailure::PoolFull { bytes: 2 * 4096, free: 4096, largest: 4096 };
+    let full =
+        PayloadFailure::PoolFull { bytes: 2 * 4096, free: 4096, largest: 4096, share: 4 * 4096 };
     let [
         (_, PayloadAnswer::NotReserved { ticket: 8192, failure }),
         (_, PayloadAnswer::Reserved { ticket: 1, .. }),

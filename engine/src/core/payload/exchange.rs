@@ -118,7 +118,7 @@ impl PayloadCore {
             payload.left -= 1;
             payload.untaken += 1;
             let (slot, generation) = (payload.slot, payload.generation);
-            self.slots.share(slot);
+            self.slots.add_owner(slot);
             let claim = ClaimId(self.fresh());
             if let Some(state) = self.clients.get_mut(&client) {
                 state.wants.remove(&place.key);

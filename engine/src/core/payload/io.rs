@@ -94,6 +94,8 @@ pub enum PayloadFailure {
         free: u64,
         /// The longest slot that there was room for.
         largest: u64,
+        /// Bytes that one stage may have.
+        share: u64,
     },
     /// It is longer than the pool.
     TooLong {
@@ -135,10 +137,10 @@ impl fmt::Display for PayloadFailure {
             PayloadFailure::Taken => f.write_str("another receiver has it"),
             PayloadFailure::Expired => f.write_str("nobody took it in time"),
             PayloadFailure::CleanedUp => f.write_str("it was cleaned up"),
-            PayloadFailure::PoolFull { bytes, free, largest } => write!(
+            PayloadFailure::PoolFull { bytes, free, largest, share } => write!(
                 f,
                 "no room for {bytes} B in the pool, where {free} B are free, {largest} B at most in \
-                 one piece: release what was got, or give a larger pool"
+                 one piece, and a stage may have {share} B: release what was got, or give a larger pool"
             ),
             PayloadFailure::TooLong { bytes, pool } => {
                 write!(f, "{bytes} B are more than the pool has, {pool} B: give a larger one")

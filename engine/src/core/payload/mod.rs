@@ -231,7 +231,7 @@ impl PayloadCore {
         let Some(bytes) = waited else { return };
         state.tickets.remove(&ticket);
         self.timers.cancel(&PayloadTimer::Wait(client, ticket));
-        let failure = self.slots.full(bytes);
+        let failure = self.slots.full(bytes, self.stages.len());
         let answer = PayloadAnswer::NotReserved { ticket, failure };
         turn.push(PayloadEffect::Answer { client, answer });
         self.serve_reservations(turn);

@@ -79,10 +79,17 @@ impl SlotTable {
         if bytes > pool { Err(PayloadFailure::TooLong { bytes, pool }) } else { Ok(()) }
     }
 
-    /// Why there was no room for so much.
-    pub(super) fn full(&self, bytes: u64) -> PayloadFailure {
+    /// Why there was no room for so much; `stages` share the pool.
+    pub(super) fn full(&self, bytes: u64, stages: usize) -> PayloadFailure {
         let (free, largest) = (self.pool.free_bytes(), self.pool.largest());
-        PayloadFailure::PoolFull { bytes, free, largest }
+        PayloadFailure::PoolFull { bytes, free, largest, share: self.share(stages).bytes }
+    }
+
+    /// What each of the stages may have.
+    fn share(&self, stages: usize) -> StageUse {
+        let stages = stages.max(1);
+        let slots = (self.slots_max / stages).max(1);
+        StageUse { bytes: self.pool.bytes() / stages as u64, slots }
     }
 
     /// Waits for a slot.
@@ -103,14 +110,12 @@ impl SlotTable {
         if self.slots.len() >= self.slots_max {
             return None;
         }
-        let stages = stages.max(1);
-        let share =
-            StageUse { bytes: self.pool.bytes() / stages as u64, slots: self.slots_max / stages };
+        let share = self.share(stages);
         let is_served = |stage: &ScopedStage, bytes: u64| {
             let used = self.used.get(stage).copied().unwrap_or_default();
             // What is longer than a share has to fit as well.
             let fits = bytes == 0 || used.bytes == 0 || used.bytes + whole(bytes) <= share.bytes;
-            fits && used.slots < share.slots.max(1) || planted!("a-stage-may-fill-the-pool")
+            fits && used.slots < share.slots || planted!("a-stage-may-fill-the-pool")
         };
         let heads = self.waiting.iter().filter_map(|(stage, all)| Some((stage, all.front()?)));
         let (stage, head) = heads
@@ -160,7 +165,7 @@ impl SlotTable {
     }
 
     /// One more owns the slot.
-    pub(super) fn share(&mut self, slot: SlotId) {
+    pub(super) fn add_owner(&mut self, slot: SlotId) {
         if let Some(slot) = self.slots.get_mut(&slot) {
             slot.owners += 1;
         }

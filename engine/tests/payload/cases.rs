@@ -27,6 +27,8 @@ impl CaseBench {
 
     /// The stages of the three clients.
     fn with_stages(config: PayloadConfig, stages: [&str; 3]) -> CaseBench {
+        #[cfg(feature = "planted")]
+        kvferry_engine::planted::plant_from_environment();
         let mut bench = CaseBench { core: PayloadCore::new(config), now: Nanos::ZERO };
         for (client, stage) in [THINKER, TALKER, OTHER].into_iter().zip(stages) {
             bench.join(client, "a", stage);
@@ -169,6 +171,21 @@ fn a_stage_leaves_room_for_those_behind_it() {
         matches!(answers[..], [(THINKER, PayloadAnswer::Reserved { ticket: 10, .. })]),
         "{answers:?}"
     );
+}
+
+#[test]
+fn who_came_first_is_served_first_whatever_its_stage() {
+    let config = PayloadConfig { pool: 4 * 4096, ..PayloadConfig::default() };
+    let mut bench = CaseBench::with_stages(config, ["0", "1", "2"]);
+    bench.put(chunk(0), 4 * 4096, 1);
+    let (claim, ..) = bench.get(TALKER, chunk(0)).expect("it is there");
+    for client in [OTHER, TALKER] {
+        let wait = Nanos::from_secs(1);
+        let hook = PayloadHook::Reserve { ticket: 1, bytes: 3 * 4096, wait };
+        assert_eq!(bench.tell(client, hook), []);
+    }
+    let answers = bench.tell(TALKER, PayloadHook::Release { claim });
+    assert!(matches!(answers[..], [(OTHER, PayloadAnswer::Reserved { .. })]), "{answers:?}");
 }
 
 #[test]

@@ -275,8 +275,6 @@ impl PayloadWorld {
                 let has = actor.wants.len() + actor.claims.len();
                 assert!(has >= self.config.payloads_max as usize);
             }
-            // Told while the last one takes it, or later.
-            PayloadFailure::Taken => {}
             failure => assert!(!is_there, "{key} is there, and it is said that {failure}"),
         }
         if *failure == PayloadFailure::Ended {

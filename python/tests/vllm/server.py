@@ -16,6 +16,8 @@ STOP_S = 20
 LOG_LINES = 40
 # Of the stacks of all threads of a server.
 STACK_LINES = 600
+# For one process to write them.
+STACK_S = 1
 # What vLLM logs when its worker failed.
 LOST = "WorkerProc hit an exception"
 
@@ -81,13 +83,23 @@ class Process:
         return self.child.poll() is not None
 
     def stacks(self) -> str:
-        """Ends it and its children; where each of their threads was."""
-        os.killpg(self.child.pid, signal.SIGABRT)
-        try:
-            self.child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
+        """Ends it and its children, one after the other, as they share a log; where each of their threads was."""
+        pids = [int(place.name) for place in Path("/proc").glob("[0-9]*")]
+        for pid in sorted(filter(self._has, pids), reverse=True):
+            try:
+                os.kill(pid, signal.SIGABRT)
+            except ProcessLookupError:
+                continue
+            written = time.monotonic() + STACK_S
+            while self._has(pid) and time.monotonic() < written:
+                time.sleep(0.05)
         return self.tail(STACK_LINES)
+
+    def _has(self, pid: int) -> bool:
+        try:
+            return os.getpgid(pid) == self.child.pid
+        except ProcessLookupError:
+            return False
 
     def kill(self) -> None:
         """`kill -9` of the process and its children."""

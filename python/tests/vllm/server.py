@@ -83,23 +83,26 @@ class Process:
         return self.child.poll() is not None
 
     def stacks(self) -> str:
-        """Ends it and its children, one after the other, as they share a log; where each of their threads was."""
-        pids = [int(place.name) for place in Path("/proc").glob("[0-9]*")]
-        for pid in sorted(filter(self._has, pids), reverse=True):
-            try:
-                os.kill(pid, signal.SIGABRT)
-            except ProcessLookupError:
-                continue
+        """Ends it and its children; where each of their threads was. They share a log, so they write one after
+        the other, and none sees how another one ends."""
+        pids = sorted(filter(self._runs, (int(place.name) for place in Path("/proc").glob("[0-9]*"))))
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            os.kill(pid, signal.SIGABRT)
+            os.kill(pid, signal.SIGCONT)
             written = time.monotonic() + STACK_S
-            while self._has(pid) and time.monotonic() < written:
+            while self._runs(pid) and time.monotonic() < written:
                 time.sleep(0.05)
         return self.tail(STACK_LINES)
 
-    def _has(self, pid: int) -> bool:
+    def _runs(self, pid: int) -> bool:
+        """Whether it is one of these processes, and has not ended."""
         try:
-            return os.getpgid(pid) == self.child.pid
-        except ProcessLookupError:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
             return False
+        return int(state[2]) == self.child.pid and state[0] != "Z"
 
     def kill(self) -> None:
         """`kill -9` of the process and its children."""

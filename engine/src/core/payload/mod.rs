@@ -198,8 +198,7 @@ impl PayloadCore {
             (.., checked) => checked.err(),
         };
         if let Some(failure) = refusal {
-            let answer = PayloadAnswer::NotReserved { ticket, failure };
-            return turn.push(PayloadEffect::Answer { client, answer });
+            return self.refuse(client, ticket, failure, turn);
         }
         state.tickets.insert(ticket);
         self.slots.wait(&state.stage, (client, ticket), bytes);
@@ -226,15 +225,28 @@ impl PayloadCore {
 
     /// Nobody is kept waiting for a slot longer than it said; those behind it may find room.
     fn wait_over(&mut self, client: PayloadClient, ticket: u64, turn: &mut PayloadTurn<'_>) {
-        let Some(state) = self.clients.get_mut(&client) else { return };
+        let Some(state) = self.clients.get(&client) else { return };
         let waited = self.slots.stop_waiting(&state.stage, client, ticket);
         let Some(bytes) = waited else { return };
-        state.tickets.remove(&ticket);
-        self.timers.cancel(&PayloadTimer::Wait(client, ticket));
         let failure = self.slots.full(bytes, self.stages.len());
+        self.refuse(client, ticket, failure, turn);
+        self.serve_reservations(turn);
+    }
+
+    /// A client gets no slot, for which it does not wait any more.
+    fn refuse(
+        &mut self,
+        client: PayloadClient,
+        ticket: u64,
+        failure: PayloadFailure,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        self.timers.cancel(&PayloadTimer::Wait(client, ticket));
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.tickets.remove(&ticket);
+        }
         let answer = PayloadAnswer::NotReserved { ticket, failure };
         turn.push(PayloadEffect::Answer { client, answer });
-        self.serve_reservations(turn);
     }
 
     fn returned(&mut self, client: PayloadClient, slot: SlotId, turn: &mut PayloadTurn<'_>) {
@@ -254,13 +266,7 @@ impl PayloadCore {
     fn drain(&mut self, turn: &mut PayloadTurn<'_>) {
         self.is_draining = true;
         for reservation in self.slots.drain_waiting() {
-            let (client, ticket) = (reservation.client, reservation.ticket);
-            self.timers.cancel(&PayloadTimer::Wait(client, ticket));
-            if let Some(state) = self.clients.get_mut(&client) {
-                state.tickets.remove(&ticket);
-            }
-            let answer = PayloadAnswer::NotReserved { ticket, failure: PayloadFailure::Closed };
-            turn.push(PayloadEffect::Answer { client, answer });
+            self.refuse(reservation.client, reservation.ticket, PayloadFailure::Closed, turn);
         }
     }
 

@@ -155,7 +155,7 @@ impl SlotTable {
     }
 
     /// Takes all reservations out.
-    pub(super) fn drain_waiting(&mut self) -> impl Iterator<Item = Reservation> {
+    pub(super) fn drain_waiting(&mut self) -> impl Iterator<Item = Reservation> + use<> {
         std::mem::take(&mut self.waiting).into_values().flatten()
     }
 

@@ -196,7 +196,11 @@ fn each_receiver_gets_it_once_and_others_learn_that_it_was_taken() {
     assert_eq!(bench.get(OTHER, chunk(0)), Err(None), "it may come back");
     // Who asked gives it up, so that it goes to the next.
     let answers = bench.tell(TALKER, PayloadHook::Abandon { key: chunk(0) });
-    let [(OTHER, PayloadAnswer::Arrived { claim: second, .. })] = answers[..] else {
+    let [
+        (TALKER, PayloadAnswer::Abandoned { .. }),
+        (OTHER, PayloadAnswer::Arrived { claim: second, .. }),
+    ] = answers[..]
+    else {
         panic!("{answers:?}")
     };
     assert_ne!(claim, second);
@@ -275,7 +279,9 @@ fn a_claim_of_an_earlier_generation_counts_for_none_of_a_later_one() {
     bench.put(chunk(0), 20, 1);
     let (_, _, bytes) = bench.get(OTHER, chunk(0)).expect("it is there");
     assert_eq!(bytes, 20);
-    assert_eq!(bench.tell(TALKER, PayloadHook::Abandon { key: chunk(0) }), []);
+    let abandoned = PayloadAnswer::Abandoned { key: chunk(0) };
+    let answers = bench.tell(TALKER, PayloadHook::Abandon { key: chunk(0) });
+    assert_eq!(answers, [(TALKER, abandoned)]);
     assert_eq!(bench.get(TALKER, chunk(0)), Err(None), "there is one of it");
     assert_eq!(bench.core.gauges().held, 1);
 }

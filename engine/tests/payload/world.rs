@@ -101,6 +101,8 @@ struct PayloadActor {
     reserved: Vec<WritableSlot>,
     wants: BTreeSet<PayloadKey>,
     claims: Vec<ReadClaim>,
+    /// Was abandoned and not answered.
+    abandoned: Option<PayloadKey>,
 }
 
 pub(crate) struct PayloadWorld {
@@ -179,6 +181,7 @@ impl PayloadWorld {
             reserved: Vec::new(),
             wants: BTreeSet::new(),
             claims: Vec::new(),
+            abandoned: None,
         };
         self.tell(id, joined);
         actor
@@ -232,6 +235,9 @@ impl PayloadWorld {
                 self.arrived(at, key, claim, (offset, bytes));
             }
             PayloadAnswer::Missing { key, failure } => self.missing(at, &key, &failure),
+            PayloadAnswer::Abandoned { key } => {
+                assert_eq!(self.actors[at].abandoned.take(), Some(key), "it is told what it said");
+            }
         }
     }
 
@@ -364,7 +370,9 @@ impl PayloadWorld {
             let claim = actor.claims.remove(at);
             self.given_back(&claim);
         }
+        self.actors[client].abandoned = Some(key.clone());
         self.tell(self.actors[client].id, PayloadHook::Abandon { key });
+        assert_eq!(self.actors[client].abandoned, None, "it is answered");
     }
 
     fn given_back(&mut self, claim: &ReadClaim) {

@@ -184,6 +184,8 @@ impl PayloadCore {
         turn: &mut PayloadTurn<'_>,
     ) {
         let Some(state) = self.clients.get_mut(&client) else { return };
+        let answer = PayloadAnswer::Abandoned { key: place.key.clone() };
+        turn.push(PayloadEffect::Answer { client, answer });
         if state.wants.remove(&place.key) {
             return self.unwant(client, place);
         }

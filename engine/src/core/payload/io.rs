@@ -184,7 +184,8 @@ pub enum PayloadHook {
         /// The process that will put it, if that is known: with it goes what it has not put.
         producer: Option<PayloadClient>,
     },
-    /// It is not wanted any more. What arrived for it and was not taken is for others.
+    /// It is not wanted any more. What arrived for it and was not taken is for others. One
+    /// [`PayloadAnswer::Abandoned`] follows.
     Abandon { key: PayloadKey },
     /// What arrived was given to the stage: it does not go to anybody else.
     Take { claim: ClaimId },
@@ -224,6 +225,10 @@ pub enum PayloadAnswer {
     Missing {
         key: PayloadKey,
         failure: PayloadFailure,
+    },
+    /// What was answered about the key before this is for nobody.
+    Abandoned {
+        key: PayloadKey,
     },
 }
 

@@ -6,6 +6,7 @@
 mod desc;
 mod engine;
 mod link;
+mod payloads;
 mod session;
 mod transfers;
 
@@ -38,6 +39,8 @@ mod _native {
     use crate::engine::PyEngine;
     #[pymodule_export]
     use crate::link::{PyLink, answered, check_address, main, settings, socket_folder};
+    #[pymodule_export]
+    use crate::payloads::PyPayloadLink;
     #[pymodule_export]
     use crate::session::{PySession, PyTransferStatus};
     #[pymodule_export]

@@ -157,7 +157,9 @@ fn event(message: FromHost) -> Option<PyLinkEvent> {
         | FromHost::Job(_)
         | FromHost::Ended(_)
         | FromHost::Kept { .. }
-        | FromHost::Trace(_) => return None,
+        | FromHost::Trace(_)
+        | FromHost::Pool { .. }
+        | FromHost::Payload(_) => return None,
         FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
         FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
         FromHost::Prefill(PrefillAnswer::SourceFree { request, failure }) => {

@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, madvise};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, Weak};
 
 /// Whether a pool is to have huge pages.
@@ -155,6 +155,12 @@ impl MemfdPool {
     /// the mappings of this process alone.
     pub fn memory(&self) -> Memory {
         Memory::MemFd { fd: self.file.as_raw_fd(), len: self.map.len() as u64 }
+    }
+
+    /// The file, for processes that are to write the pool as well: which they can until it is
+    /// registered.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// The first byte.

@@ -3,11 +3,15 @@
 use super::codec::{MessageDecoder, encode_into};
 use super::ownership;
 use super::proto::{ClientIdentity, ConnectorHello, FRAME_MAX, FromHost, ToHost, VersionRange};
+use rustix::cmsg_space;
 use rustix::io::Errno;
-use rustix::net::{RecvFlags, Shutdown, recv, shutdown};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, Shutdown, recv, recvmsg, shutdown,
+};
 use serde::Serialize;
-use std::io::{self, ErrorKind, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io::{self, ErrorKind, IoSliceMut, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -28,8 +32,11 @@ pub struct SidecarClient {
     out: Vec<u8>,
     chunk: Box<[u8]>,
     reader: MessageDecoder,
-    /// Oldest version that has all of the hello.
-    needs: u16,
+    /// Oldest version that has all of the hello, and what earlier ones lack.
+    needs: (u16, &'static str),
+    /// A descriptor is to come with one of the first messages.
+    awaits_descriptor: bool,
+    descriptor: Option<OwnedFd>,
 }
 
 impl AsFd for SidecarClient {
@@ -48,8 +55,20 @@ impl SidecarClient {
         let (received, out) = (Vec::new(), Vec::new());
         let reader = MessageDecoder::new(VersionRange::OWN);
         let (chunk, needs) = (vec![0; CHUNK].into(), who.needs());
-        let mut link = SidecarClient { stream, received, out, chunk, reader, needs };
-        link.write(&ConnectorHello::new(who))?;
+        let awaits_descriptor = matches!(who, ClientIdentity::Stage { .. });
+        let descriptor = None;
+        let mut link = SidecarClient {
+            stream,
+            received,
+            out,
+            chunk,
+            reader,
+            needs,
+            awaits_descriptor,
+            descriptor,
+        };
+        link.frame(&ConnectorHello::new(who))?;
+        link.stream.write_all(&link.out)?;
         Ok(link)
     }
 
@@ -58,19 +77,35 @@ impl SidecarClient {
     /// # Errors
     /// The host is gone.
     pub fn send(&mut self, message: &ToHost) -> io::Result<()> {
-        self.write(message)
+        self.send_all(std::slice::from_ref(message))
     }
 
-    fn write(&mut self, message: &impl Serialize) -> io::Result<()> {
+    /// Tells the host several things at once, in order.
+    ///
+    /// # Errors
+    /// The host is gone.
+    pub fn send_all(&mut self, messages: &[ToHost]) -> io::Result<()> {
         self.out.clear();
+        messages.iter().try_for_each(|message| self.frame(message))?;
+        self.stream.write_all(&self.out)
+    }
+
+    /// Appends a message to what is to be written.
+    fn frame(&mut self, message: &impl Serialize) -> io::Result<()> {
+        let start = self.out.len();
         self.out.extend([0; HEAD]);
         encode_into(message, &mut self.out)?;
-        let len = self.out.len() - HEAD;
+        let len = self.out.len() - start - HEAD;
         if len > FRAME_MAX {
             return Err(io::Error::other(format!("a message of {len} bytes")));
         }
-        self.out[..HEAD].copy_from_slice(&(len as u32).to_be_bytes());
-        self.stream.write_all(&self.out)
+        self.out[start..start + HEAD].copy_from_slice(&(len as u32).to_be_bytes());
+        Ok(())
+    }
+
+    /// The descriptor that came with [`FromHost::Pool`]; once.
+    pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
+        self.descriptor.take()
     }
 
     /// Ends the connection, for the host and for who waits for its end.
@@ -106,9 +141,9 @@ impl SidecarClient {
 
     fn read(&mut self, mut flags: RecvFlags, heard: &mut Vec<FromHost>) -> io::Result<()> {
         loop {
-            let read = match recv(&self.stream, &mut self.chunk[..], flags) {
-                Ok((0, _)) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok((read, _)) => read,
+            let read = match self.receive(flags) {
+                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+                Ok(read) => read,
                 Err(Errno::INTR) => continue,
                 // The time to wait for something has the same error.
                 Err(Errno::AGAIN) => return Ok(()),
@@ -123,6 +158,39 @@ impl SidecarClient {
         }
     }
 
+    /// Bytes that are there, into the chunk; 0 at the end.
+    fn receive(&mut self, flags: RecvFlags) -> Result<usize, Errno> {
+        if !self.awaits_descriptor {
+            return Ok(recv(&self.stream, &mut self.chunk[..], flags)?.0);
+        }
+        let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+        let mut with = RecvAncillaryBuffer::new(&mut space);
+        let flags = flags | RecvFlags::CMSG_CLOEXEC;
+        let into = &mut [IoSliceMut::new(&mut self.chunk)];
+        let read = recvmsg(&self.stream, into, &mut with, flags)?.bytes;
+        for message in with.drain() {
+            if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+                self.descriptor = descriptors.last();
+                self.awaits_descriptor = self.descriptor.is_none();
+            }
+        }
+        Ok(read)
+    }
+
+    /// The host says which versions it speaks.
+    fn learn(&mut self, versions: VersionRange) -> io::Result<()> {
+        self.reader.learn(versions);
+        let agreed = versions.agree("the host").map_err(io::Error::other)?;
+        let (oldest, lacks) = self.needs;
+        if agreed >= oldest {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "the host speaks version {agreed} of the local protocol, which has no {lacks} install one \
+             version of kvferry for both"
+        )))
+    }
+
     /// Takes the whole frames.
     fn frames(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
         let mut at = 0;
@@ -133,16 +201,10 @@ impl SidecarClient {
             }
             let Some(body) = self.received.get(at + HEAD..at + HEAD + len) else { break };
             let message = self.reader.read(body)?;
-            if let Some(FromHost::Ready { versions, .. }) = &message {
-                self.reader.learn(*versions);
-                let agreed = versions.agree("the host").map_err(io::Error::other)?;
-                if agreed < self.needs {
-                    let why = format!(
-                        "the host speaks version {agreed} of the local protocol, which has no times \
-                         and limits; leave them out, or install one version of kvferry for both"
-                    );
-                    return Err(io::Error::other(why));
-                }
+            if let Some(FromHost::Ready { versions, .. } | FromHost::Pool { versions, .. }) =
+                &message
+            {
+                self.learn(*versions)?;
             }
             heard.extend(message);
             at += HEAD + len;

@@ -8,6 +8,8 @@ use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
 use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
+use kvferry_engine::core::payload::PayloadConfig;
+use kvferry_engine::core::time::Nanos;
 use kvferry_engine::text::nearest;
 use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
 use kvferry_trust::{INSECURE_VARIABLE, VARIABLE};
@@ -17,6 +19,7 @@ use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::time::Duration;
 use toml::de::{DeTable, DeValue};
 use tracing::level_filters::LevelFilter;
 
@@ -29,7 +32,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 14] = [
+const KEYS: [&str; 17] = [
     "socket",
     "metrics",
     "secret_file",
@@ -44,6 +47,9 @@ const KEYS: [&str; 14] = [
     "uids",
     "set",
     "state",
+    "payload_pool",
+    "payload_hold_ms",
+    "idle_s",
 ];
 
 /// Arguments of `host`.
@@ -113,6 +119,16 @@ pub(crate) struct ConfigLayer {
     /// such though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by default
     #[arg(long, value_name = "FOLDER", value_parser = state)]
     state: Option<PathBuf>,
+    /// Bytes of a pool for payloads of vLLM-Omni's stages, which the host then serves in place of an
+    /// engine; see docs/omni.md
+    #[arg(long, value_name = "BYTES", value_parser = payload_pool)]
+    payload_pool: Option<u64>,
+    /// Milliseconds for which a payload waits for its receivers, 0 for ever; 300000 by default
+    #[arg(long, value_name = "N", value_parser = payload_hold_ms)]
+    payload_hold_ms: Option<u64>,
+    /// End when no process of a stage has been there for so many seconds; if not given, with SIGTERM
+    #[arg(long, value_name = "N", value_parser = idle_s)]
+    idle_s: Option<u64>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -130,10 +146,23 @@ pub(crate) struct SidecarConfig {
     pub(crate) metrics: Option<String>,
     pub(crate) logs: LogArgs,
     pub(crate) operator: OperatorConfig,
+    /// What it serves in place of an engine, if it does.
+    pub(crate) payloads: Option<PayloadSettings>,
     /// The file that was read.
     pub(crate) file: Option<PathBuf>,
     /// Variables that look like keys and are none.
     pub(crate) strangers: Vec<String>,
+}
+
+/// What a host for the payloads of stages is to be.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PayloadSettings {
+    /// Bytes of its pool.
+    pub(crate) pool: u64,
+    /// How long a payload waits for its receivers; zero: for ever.
+    pub(crate) hold: Nanos,
+    /// It ends when no process has been there for so long, if that is given.
+    pub(crate) idle: Option<Duration>,
 }
 
 /// What the operator of a host says of how it serves an engine.
@@ -195,6 +224,21 @@ fn copiers(text: &str) -> Result<u32, String> {
 
 fn spin_us(text: &str) -> Result<u32, String> {
     number("spin_us", text)
+}
+
+fn payload_pool(text: &str) -> Result<u64, String> {
+    match number("payload_pool", text)? {
+        0 => Err("payload_pool = \"0\": it has to have bytes".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+fn payload_hold_ms(text: &str) -> Result<u64, String> {
+    number("payload_hold_ms", text)
+}
+
+fn idle_s(text: &str) -> Result<u64, String> {
+    number("idle_s", text)
 }
 
 fn paths(text: &str) -> Result<Paths, String> {
@@ -264,6 +308,9 @@ impl ConfigLayer {
             // Tables of a file may have been taken before.
             "set" => self.set.get_or_insert_default().assign(text)?,
             "state" => self.state = Some(state(text)?),
+            "payload_pool" => self.payload_pool = Some(payload_pool(text)?),
+            "payload_hold_ms" => self.payload_hold_ms = Some(payload_hold_ms(text)?),
+            "idle_s" => self.idle_s = Some(idle_s(text)?),
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
         Ok(())
@@ -288,6 +335,9 @@ impl ConfigLayer {
                 (first, then) => first.or(then),
             },
             state: self.state.or(other.state),
+            payload_pool: self.payload_pool.or(other.payload_pool),
+            payload_hold_ms: self.payload_hold_ms.or(other.payload_hold_ms),
+            idle_s: self.idle_s.or(other.idle_s),
         }
     }
 
@@ -410,6 +460,9 @@ impl HostArgs {
         let mut known: Vec<&str> = variables.iter().map(String::as_str).collect();
         known.push(FILE);
         let strangers = env.into_keys().filter(|name| !known.contains(&&**name)).collect();
+        let hold = given.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
+        let idle = given.idle_s.map(Duration::from_secs);
+        let payloads = given.payload_pool.map(|pool| PayloadSettings { pool, hold, idle });
         let (default, logs) = (HostConfig::default(), LogArgs::default());
         Ok(SidecarConfig {
             socket: given.socket,
@@ -435,6 +488,7 @@ impl HostArgs {
                 limits,
                 state: given.state.or_else(incarnations::own_folder),
             },
+            payloads,
             file: file.map(|(_, path)| path),
             strangers,
         })

@@ -5,6 +5,7 @@ use super::last_error::LastErrorPipe;
 use super::metrics::{Scrape, SidecarMetrics};
 use super::proto::{ClientIdentity, ConnectorHello, FromHost, ToHost, VersionRange};
 use super::record::{TransferRecord, TransferTrace};
+use super::socket::ServesClients;
 use super::spec::{ServingEngine, ServingWorker};
 use super::start::{self, StartedEngine};
 use super::transfer_log::{KEPT, TransferLog};
@@ -60,10 +61,10 @@ pub(super) struct ClientLeft(pub(super) u64);
 #[rtype(result = "()")]
 pub(super) struct DrainSidecar;
 
-/// Nobody may have come.
+/// Nobody may have come since so many came and went.
 #[derive(Message)]
 #[rtype(result = "()")]
-struct IdleCheck;
+pub(super) struct IdleCheck(pub(super) u64);
 
 /// The actor: the machines of the engine, their planes, and the gateway.
 pub(super) type GatewayActor = InstanceDriver<Gateway>;
@@ -151,7 +152,7 @@ impl Gateway {
         // It ends by itself.
         let _detached = actix::spawn(async move {
             tokio::time::sleep(ALONE).await;
-            alone.do_send(IdleCheck);
+            alone.do_send(IdleCheck(0));
         });
         MailboxSender::new(host, MAILBOX)
     }
@@ -189,6 +190,11 @@ impl Gateway {
             ClientIdentity::Scheduler(_) => ConnectorRole::Scheduler,
             ClientIdentity::Worker(worker) => ConnectorRole::Worker(worker.rank),
             ClientIdentity::Transfer { rank, .. } => ConnectorRole::Transfer(*rank),
+            ClientIdentity::Stage { .. } => {
+                return Err("this host has no pool for payloads of stages; start one with \
+                    --payload-pool BYTES"
+                    .into());
+            }
         };
         if self.clients.values().any(|known| known.part == part) || self.serving.is_some() {
             return Err(format!(
@@ -205,7 +211,7 @@ impl Gateway {
                 let words = pid.zip(words).and_then(|(pid, words)| LastErrorPipe::of(pid, words));
                 self.last_errors.extend(words.map(|words| (rank, words)));
             }
-            ClientIdentity::Observer => {}
+            ClientIdentity::Observer | ClientIdentity::Stage { .. } => {}
         }
         Ok(true)
     }
@@ -382,7 +388,13 @@ impl Gateway {
                 out.push_back(InstanceInput::Report { rank, report });
             }
             (ToHost::Moved(moved), ConnectorRole::Transfer(rank)) => self.moved(rank, moved),
-            (ToHost::Layers { .. } | ToHost::Report { .. } | ToHost::Moved(_), _) => {}
+            (
+                ToHost::Layers { .. }
+                | ToHost::Report { .. }
+                | ToHost::Moved(_)
+                | ToHost::Payload(_),
+                _,
+            ) => {}
             (ToHost::Unable { why }, _) => self.refuse(&why),
         }
     }
@@ -456,6 +468,10 @@ impl EffectHandler for Gateway {
     }
 }
 
+impl ServesClients for GatewayActor {
+    const OF: &'static str = "the engine";
+}
+
 impl Handler<ClientJoined> for GatewayActor {
     type Result = ();
 
@@ -517,7 +533,7 @@ impl Handler<DrainSidecar> for GatewayActor {
 impl Handler<IdleCheck> for GatewayActor {
     type Result = ();
 
-    fn handle(&mut self, _: IdleCheck, context: &mut Self::Context) {
+    fn handle(&mut self, IdleCheck(_): IdleCheck, context: &mut Self::Context) {
         self.with_adapter(context, |site, _| {
             if site.outlet.clients.is_empty() {
                 site.outlet.end();

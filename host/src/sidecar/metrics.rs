@@ -1,6 +1,5 @@
 //! What a host counts, in the format of Prometheus, and the endpoint that shows it.
 
-use super::gateway::GatewayActor;
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
 use crate::instance::{
@@ -8,7 +7,7 @@ use crate::instance::{
     PlaneCounters, metrics_answer, metrics_text,
 };
 use crate::process::PatientListener;
-use actix::{Addr, Message};
+use actix::{Message, Recipient};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -27,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use tokio::net::TcpListener;
 
-/// Asks the gateway for the page.
+/// Asks an actor for the page.
 #[derive(Message)]
 #[rtype(result = "String")]
 pub(super) struct Scrape;
@@ -222,17 +221,17 @@ pub(super) async fn listen(address: Option<&str>) -> Result<Option<TcpListener>,
 }
 
 /// Serves the page for ever, if there is a listener.
-pub(super) async fn serve(listener: Option<TcpListener>, gateway: Addr<GatewayActor>) {
+pub(super) async fn serve(listener: Option<TcpListener>, asked: Recipient<Scrape>) {
     let Some(listener) = listener else { return pending().await };
-    let app = axum::Router::new().route("/metrics", get(page)).with_state(gateway);
+    let app = axum::Router::new().route("/metrics", get(page)).with_state(asked);
     if let Err(why) = axum::serve(PatientListener::new(listener, "metrics"), app).await {
         tracing::error!(%why, "metrics are not served any more");
     }
     pending().await
 }
 
-async fn page(State(gateway): State<Addr<GatewayActor>>) -> Response {
-    match gateway.send(Scrape).await {
+async fn page(State(asked): State<Recipient<Scrape>>) -> Response {
+    match asked.send(Scrape).await {
         Ok(page) => metrics_answer(page),
         // The host is about to end.
         Err(_) => StatusCode::SERVICE_UNAVAILABLE.into_response(),

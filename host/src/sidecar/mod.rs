@@ -16,12 +16,15 @@ mod kernel_waiter;
 mod last_error;
 mod metrics;
 pub(crate) mod ownership;
+mod payload_link;
 pub mod proto;
 pub mod rank;
 pub mod record;
 pub mod settings;
 mod socket;
 pub mod spec;
+mod stage_metrics;
+mod stages;
 mod start;
 mod transfer_agent;
 mod transfer_log;
@@ -31,18 +34,27 @@ pub(crate) use config::HostArgs;
 pub(crate) use export::{ExportArgs, command as export_command};
 pub use kvferry_fabric_mori::DeviceEvent;
 pub use ownership::prepare_socket_folder;
+pub use payload_link::{
+    ArrivedPayload, LinkGauges, PayloadLink, PayloadOutcome, PoolOffer, ReservedSlot,
+};
 pub use transfer_agent::TransferAgent;
 
 use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
 use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals, raise_open_files};
-use config::SidecarConfig;
+use actix::Handler;
+use config::{PayloadSettings, SidecarConfig};
 use gateway::{DrainSidecar, Gateway};
-use kvferry_engine::actors::monotonic_clock;
+use kvferry_engine::actors::{MailboxSender, monotonic_clock};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::TransferId;
+use kvferry_engine::core::ids::{Incarnation, TransferId};
 use kvferry_engine::core::layout::BlockList;
+use kvferry_engine::core::payload::PayloadConfig;
+use kvferry_fabric_host::{HugePages, MemfdPool};
+use metrics::Scrape;
+use socket::{ListeningSocket, ServesClients};
+use stages::{StageConfig, StageGateway};
 use std::path::Path;
 use tokio::sync::oneshot;
 
@@ -76,22 +88,50 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, CommandError> {
 }
 
 async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError> {
-    let mut ends = ShutdownSignals::new()?;
     let place = socket::listen(socket).map_err(CommandError::Input)?;
-    let scraped = metrics::listen(config.metrics.as_deref()).await.map_err(CommandError::Input)?;
-    let (clock, begun_us) = (monotonic_clock(), incarnations::now_us());
+    let clock = monotonic_clock();
     let (over, left) = oneshot::channel();
-    let gateway = Gateway::start((clock, begun_us), config.operator.clone(), over);
-    tracing::info!(socket = %socket.display(), "waiting for an engine");
+    let Some(stages) = config.payloads.map(stage_config) else {
+        let about = (clock, incarnations::now_us());
+        let gateway = Gateway::start(about, config.operator.clone(), over);
+        tracing::info!(socket = %socket.display(), "waiting for an engine");
+        return attend(config, (&place, gateway), left).await;
+    };
+    let pool = MemfdPool::new(stages.payloads.pool, HugePages::Try);
+    let pool = pool.map_err(|why| CommandError::Input(format!("payload_pool: {why}")))?;
+    let bytes = pool.len();
+    let gateway = StageGateway::start(clock, (stages, pool), over);
+    tracing::info!(socket = %socket.display(), pool = bytes, "waiting for stages");
+    attend(config, (&place, gateway), left).await
+}
+
+/// Serves connections until they are over or the host is told to end.
+async fn attend<A>(
+    config: &SidecarConfig,
+    (place, actor): (&ListeningSocket, MailboxSender<A>),
+    over: oneshot::Receiver<()>,
+) -> Result<Exit, CommandError>
+where
+    A: ServesClients + Handler<Scrape> + Handler<DrainSidecar>,
+{
+    let mut ends = ShutdownSignals::new()?;
+    let scraped = metrics::listen(config.metrics.as_deref()).await.map_err(CommandError::Input)?;
+    let address = actor.address().clone();
     tokio::select! {
-        () = socket::serve(&place.listener, gateway.clone()) => {}
-        () = metrics::serve(scraped, gateway.address().clone()) => {}
+        () = socket::serve(&place.listener, actor) => {}
+        () = metrics::serve(scraped, address.clone().recipient()) => {}
         () = ends.recv() => {}
-        _ = left => tracing::info!("the engine has left"),
+        _ = over => tracing::info!("{} has left", A::OF),
     }
     // If it cannot be told, the registrations expire.
-    let _ = gateway.address().send(DrainSidecar).await;
+    let _ = address.send(DrainSidecar).await;
     Ok(Exit::HELD)
+}
+
+fn stage_config(PayloadSettings { pool, hold, idle }: PayloadSettings) -> StageConfig {
+    let payloads = PayloadConfig { pool, hold, ..PayloadConfig::default() };
+    let incarnation = Incarnation::begin(incarnations::now_us(), None);
+    StageConfig { payloads, incarnation, idle }
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

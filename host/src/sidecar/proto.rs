@@ -18,12 +18,14 @@ use kvferry_engine::core::ids::{Incarnation, RequestId, StepId};
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
+use kvferry_engine::core::payload::{PayloadAnswer, PayloadClient, PayloadHook};
 use kvferry_engine::fabric::FabricError;
 use serde::{Deserialize, Serialize};
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// The newest version of these messages that is spoken.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 
 /// The oldest version that is spoken.
 pub const OLDEST: u16 = 5;
@@ -77,13 +79,14 @@ pub struct ConnectorHello {
 }
 
 impl ClientIdentity {
-    /// The oldest version that has all of this.
-    pub fn needs(&self) -> u16 {
+    /// The oldest version that has all of this, and what earlier ones lack.
+    pub fn needs(&self) -> (u16, &'static str) {
         match self {
             ClientIdentity::Scheduler(engine) if engine.settings.limits != Overrides::default() => {
-                6
+                (6, "times and limits; leave them out, or")
             }
-            _ => OLDEST,
+            ClientIdentity::Stage { .. } => (8, "payloads of stages;"),
+            _ => (OLDEST, ""),
         }
     }
 }
@@ -116,6 +119,12 @@ pub enum ClientIdentity {
     },
     /// Somebody else, who is told the last transfers.
     Observer,
+    /// A process of a stage, which puts and gets payloads.
+    Stage {
+        /// Whose processes meet each other.
+        deployment: Arc<str>,
+        stage: Arc<str>,
+    },
 }
 
 /// What a connector tells.
@@ -149,6 +158,8 @@ pub enum ToHost {
         /// What it lacks and what to do.
         why: String,
     },
+    /// A process of a stage; what is not for [`ClientIdentity::Stage`] to say ends the connection.
+    Payload(PayloadHook),
 }
 
 /// What a host tells.
@@ -199,6 +210,20 @@ pub enum FromHost {
     },
     /// To an observer, whose connection then ends.
     Trace(Box<TransferTrace>),
+    /// To a process of a stage, in the place of `Ready`: where it puts and gets.
+    Pool {
+        /// Its number at this host.
+        client: PayloadClient,
+        /// Bytes of the pool.
+        bytes: u64,
+        /// Of the pool's memory file, in the host; the client gets one of its own with the message.
+        #[serde(skip)]
+        descriptor: RawFd,
+        incarnation: Incarnation,
+        versions: VersionRange,
+    },
+    /// To a process of a stage.
+    Payload(PayloadAnswer),
 }
 
 impl FromHost {

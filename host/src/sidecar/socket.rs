@@ -1,21 +1,27 @@
 //! The local socket, from the host's side.
 
 use super::codec::{MessageDecoder, decode, encode};
-use super::gateway::{ClientJoined, ClientLeft, ClientMessage, GatewayActor};
+use super::gateway::{ClientJoined, ClientLeft, ClientMessage};
 use super::ownership;
-use super::proto::{ConnectorHello, FRAME_MAX};
+use super::proto::{ConnectorHello, FRAME_MAX, FromHost};
+use actix::{Actor, Context, Handler};
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
-use kvferry_engine::actors::MailboxSender;
+use kvferry_engine::actors::{MailboxMessage, MailboxSender};
 use kvferry_fabric_common::{ACCEPT_PAUSE, AcceptFailures};
+use rustix::cmsg_space;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
 use std::fmt::Display;
 use std::fs::{self, File, Permissions};
-use std::io;
+use std::io::{self, ErrorKind, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 use tokio_util::codec::{Framed, LengthDelimitedCodec};
@@ -89,21 +95,32 @@ fn hold(lock: &Path) -> io::Result<Option<File>> {
     }
 }
 
+/// An actor with connections.
+pub(super) trait ServesClients:
+    Actor<Context = Context<Self>>
+    + Handler<ClientJoined>
+    + Handler<MailboxMessage<ClientMessage>>
+    + Handler<ClientLeft>
+{
+    /// Whose connections they are, for the log.
+    const OF: &'static str;
+}
+
 /// Serves connections for ever.
-pub(super) async fn serve(listener: &UnixListener, gateway: MailboxSender<GatewayActor>) {
+pub(super) async fn serve<A: ServesClients>(listener: &UnixListener, actor: MailboxSender<A>) {
     let mut client = 0;
-    let mut failures = AcceptFailures::new("the engine");
+    let mut failures = AcceptFailures::new(A::OF);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 client += 1;
-                let (client, gateway) = (client, gateway.clone());
+                let (client, actor) = (client, actor.clone());
                 // It ends with the connection.
                 let _detached = actix::spawn(async move {
-                    if let Err(why) = connection(stream, client, &gateway).await {
-                        tracing::warn!(client, %why, "a connection of the engine ended");
+                    if let Err(why) = connection(stream, client, &actor).await {
+                        tracing::warn!(client, %why, "a connection of {} ended", A::OF);
                     }
-                    gateway.address().do_send(ClientLeft(client));
+                    actor.address().do_send(ClientLeft(client));
                 });
             }
             Err(why) if failures.must_wait(&why) => tokio::time::sleep(ACCEPT_PAUSE).await,
@@ -119,10 +136,10 @@ pub(super) fn framed(stream: UnixStream) -> SocketFrames {
 }
 
 /// Reads no further while the mailbox is full; what was asked then is told to be too much.
-async fn connection(
+async fn connection<A: ServesClients>(
     stream: UnixStream,
     client: u64,
-    gateway: &MailboxSender<GatewayActor>,
+    actor: &MailboxSender<A>,
 ) -> io::Result<()> {
     ownership::check_peer(&stream)?;
     let mut frames = framed(stream);
@@ -130,25 +147,60 @@ async fn connection(
     let hello: ConnectorHello = decode(&first?)?;
     let mut reader = MessageDecoder::new(hello.versions());
     let (out, mut waiting) = mpsc::channel(WAITING_MAX);
-    gateway.address().do_send(ClientJoined { client, hello, out });
+    actor.address().do_send(ClientJoined { client, hello, out });
     loop {
         tokio::select! {
             message = waiting.recv() => match message {
+                Some(message @ FromHost::Pool { descriptor, .. }) => {
+                    send_with(&mut frames, &message, descriptor).await?;
+                }
                 Some(message) => send(&mut frames, message, &mut waiting).await?,
                 None => return Ok(()),
             },
             frame = frames.next() => match frame {
                 Some(frame) => {
                     if let Some(message) = reader.read(&frame?)? {
-                        let is_refused = !gateway.has_room();
-                        let place = gateway.wait().await;
-                        gateway.post(ClientMessage { client, message, is_refused }, place);
+                        let is_refused = !actor.has_room();
+                        let place = actor.wait().await;
+                        actor.post(ClientMessage { client, message, is_refused }, place);
                     }
                 }
                 None => return Ok(()),
             },
         }
     }
+}
+
+/// Sends a message, and a descriptor of this process with its first byte.
+async fn send_with(
+    frames: &mut SocketFrames,
+    message: &FromHost,
+    descriptor: RawFd,
+) -> io::Result<()> {
+    SinkExt::<Bytes>::flush(frames).await?;
+    let (stream, body) = (frames.get_ref(), encode(message)?);
+    let bytes = [&(body.len() as u32).to_be_bytes()[..], &body].concat();
+    let mut at = 0;
+    while at < bytes.len() {
+        stream.writable().await?;
+        let sent = stream.try_io(Interest::WRITABLE, || {
+            // SAFETY: Who has the pool keeps its file open for as long as it has clients.
+            let file = [unsafe { BorrowedFd::borrow_raw(descriptor) }];
+            let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
+            let mut with = SendAncillaryBuffer::new(&mut space);
+            if at == 0 {
+                with.push(SendAncillaryMessage::ScmRights(&file));
+            }
+            let rest = [IoSlice::new(&bytes[at..])];
+            Ok(sendmsg(stream, &rest, &mut with, SendFlags::NOSIGNAL)?)
+        });
+        match sent {
+            Ok(sent) => at += sent,
+            Err(why) if why.kind() == ErrorKind::WouldBlock => {}
+            Err(why) => return Err(why),
+        }
+    }
+    Ok(())
 }
 
 /// Sends a message and all that wait behind it.

@@ -4,6 +4,9 @@ mod device;
 mod observed;
 mod rig;
 mod settings;
+#[path = "../sidecar_process/mod.rs"]
+#[allow(dead_code, reason = "other test programs use the rest")]
+mod sidecar_process;
 mod versions;
 
 use kvferry::sidecar::SidecarClient;
@@ -210,7 +213,7 @@ fn of_many_hosts_one_takes_over_a_path_that_a_killed_one_left() {
     first.child.wait().expect("it ends");
     assert!(first.socket.exists());
     let start =
-        || SidecarProcess { child: spawn(&first.socket, None), socket: first.socket.clone() };
+        || SidecarProcess { child: spawn(&first.socket, None, &[]), socket: first.socket.clone() };
     let mut hosts: Vec<SidecarProcess> = (0..8).map(|_| start()).collect();
     let begun = Instant::now();
     while hosts.len() > 1 || UnixStream::connect(&first.socket).is_err() {
@@ -244,11 +247,11 @@ fn routed() -> (zmq::Socket, ServingEngine) {
 #[test]
 fn a_host_tells_whether_its_router_is_there() {
     let (router, engine) = routed();
-    let (host, metrics) = SidecarProcess::with_metrics("routed");
+    let (host, metrics) = SidecarProcess::with_metrics("routed", &[]);
     let _engine = SidecarFixture::of(&host, engine);
     let is = |value: u8| {
         let (line, start) = (format!("kvferry_router_registered {value}"), Instant::now());
-        while !observed::scrape(metrics).lines().any(|have| have == line) {
+        while !scrape(metrics).lines().any(|have| have == line) {
             assert!(start.elapsed() < PATIENCE, "it does not come to {line}");
             std::thread::yield_now();
         }

@@ -10,7 +10,6 @@ use kvferry_engine::core::message::{Chunk, Mode, PrefillAnswer, PrefillHook, Pre
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use serde_json::Value;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpStream};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -34,22 +33,6 @@ pub(crate) fn events(sockets: &[&PathBuf]) -> Vec<Value> {
     trace["traceEvents"].as_array().expect("events").clone()
 }
 
-/// The page with the metrics.
-pub(crate) fn scrape(at: SocketAddr) -> String {
-    let mut stream = TcpStream::connect(at).expect("the host serves metrics");
-    stream.set_read_timeout(Some(PATIENCE)).expect("a time");
-    let request = "GET /metrics HTTP/1.1\r\nHost: kvferry\r\nConnection: close\r\n\r\n";
-    stream.write_all(request.as_bytes()).expect("the host reads");
-    let mut page = String::new();
-    stream.read_to_string(&mut page).expect("a page");
-    assert!(page.starts_with("HTTP/1.1 200 OK"), "{page}");
-    page
-}
-
-fn series(page: &str, line: &str) {
-    assert!(page.lines().any(|have| have == line), "no line {line} in\n{page}");
-}
-
 /// Bytes of a prompt: blocks are moved whole.
 const BYTES: u64 = 2 * LAYERS.len() as u64 * BLOCK;
 
@@ -60,8 +43,10 @@ fn slices(events: &[Value], process: u32) -> Vec<(&str, &Value)> {
 }
 
 fn observe(mode: Mode, place: TransferPlacement) {
-    let (p_host, p_metrics) = SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-p"));
-    let (d_host, d_metrics) = SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-d"));
+    let (p_host, p_metrics) =
+        SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-p"), &[]);
+    let (d_host, d_metrics) =
+        SidecarProcess::with_metrics(&format!("observed-{mode}-{place}-d"), &[]);
     assert!(scrape(p_metrics).contains("# EOF"), "an empty page without an engine");
     let mut p = SidecarFixture::start_with(&p_host, Role::Prefill, mode, place);
     let mut d = SidecarFixture::start_with(&d_host, Role::Decode, mode, place);
@@ -169,7 +154,7 @@ fn an_export_from_what_is_no_host_says_what_to_do() {
 
 #[test]
 fn a_preempted_prompt_is_seen_in_metrics() {
-    let (host, metrics) = SidecarProcess::with_metrics("preempted");
+    let (host, metrics) = SidecarProcess::with_metrics("preempted", &[]);
     let mut p = SidecarFixture::start(&host, Role::Prefill, Mode::Push);
     let key = TransferKey { id: "tx-1".into(), prompt: 0 };
     let leg = PrefillLeg::new(key, Mode::Push);
@@ -187,7 +172,7 @@ fn a_preempted_prompt_is_seen_in_metrics() {
 #[test]
 fn memory_that_is_not_there_is_seen_in_metrics() {
     for (role, machine) in [(Role::Prefill, "prefill"), (Role::Decode, "decode")] {
-        let (host, metrics) = SidecarProcess::with_metrics(&format!("unusable-{machine}"));
+        let (host, metrics) = SidecarProcess::with_metrics(&format!("unusable-{machine}"), &[]);
         let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let mut worker = worker(&pool, 32);
         drop(pool);

@@ -15,99 +15,14 @@ use kvferry_engine::core::message::{
 };
 use kvferry_engine::fabric::{Endpoint, Memory};
 use kvferry_fabric_host::{HugePages, MemfdPool};
-use std::io::{BufRead, BufReader};
-use std::net::SocketAddr;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
 
+pub(crate) use crate::sidecar_process::{PATIENCE, SidecarProcess, place, scrape, series, spawn};
 pub(crate) use TransferPlacement::{Sidecar, Worker as InWorker};
 
-/// A guard against waiting for ever; however busy the machine is, nothing takes as long.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(300);
 pub(crate) const BLOCKS: u64 = 16;
 /// Bytes of a block in a layer: 2 heads, 32 tokens, 8 elements of 4 bytes.
 pub(crate) const BLOCK: u64 = 2 * 32 * 8 * 4;
 pub(crate) const LAYERS: [&str; 2] = ["layers.0.attn", "layers.1.attn"];
-
-/// A host, ended with the test.
-pub(crate) struct SidecarProcess {
-    pub(crate) child: Child,
-    pub(crate) socket: PathBuf,
-}
-
-/// A path for a socket of a test.
-pub(crate) fn place(name: &str) -> PathBuf {
-    let socket = format!("kvferry-test-{}-{name}.sock", std::process::id());
-    std::env::temp_dir().join(socket)
-}
-
-pub(crate) fn spawn(socket: &Path, set: Option<(&str, &str)>) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["host", "--log-level", "warn", "--socket"])
-        .arg(socket)
-        .envs(set)
-        .stdin(Stdio::null())
-        .spawn()
-        .expect("the binary runs")
-}
-
-impl SidecarProcess {
-    pub(crate) fn start(name: &str) -> SidecarProcess {
-        SidecarProcess::with(name, None)
-    }
-
-    pub(crate) fn with(name: &str, set: Option<(&str, &str)>) -> SidecarProcess {
-        let socket = place(name);
-        let _ = std::fs::remove_file(&socket);
-        SidecarProcess::listening(spawn(&socket, set), socket)
-    }
-
-    /// One with an endpoint for its metrics, and where that is.
-    pub(crate) fn with_metrics(name: &str) -> (SidecarProcess, SocketAddr) {
-        let socket = place(name);
-        let _ = std::fs::remove_file(&socket);
-        let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-            .args(["host", "--metrics", "127.0.0.1:0", "--socket"])
-            .arg(&socket)
-            .stdin(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("the binary runs");
-        let mut log = BufReader::new(child.stderr.take().expect("it is piped"));
-        let mut line = String::new();
-        while !line.contains("metrics=") {
-            line.clear();
-            assert_ne!(log.read_line(&mut line).expect("a log"), 0, "it serves no metrics");
-        }
-        let (_, at) = line.split_once("http://").expect("an address");
-        let at = at.trim_end().trim_end_matches("/metrics").parse().expect("host and port");
-        // Its log is to have somewhere to go.
-        std::thread::spawn(move || std::io::copy(&mut log, &mut std::io::sink()));
-        (SidecarProcess::listening(child, socket), at)
-    }
-
-    pub(crate) fn listening(child: Child, socket: PathBuf) -> SidecarProcess {
-        let start = Instant::now();
-        while UnixStream::connect(&socket).is_err() {
-            assert!(start.elapsed() < PATIENCE, "no host");
-            std::thread::yield_now();
-        }
-        SidecarProcess { child, socket }
-    }
-
-    pub(crate) fn connect(&self, who: ClientIdentity) -> SidecarClient {
-        SidecarClient::connect(&self.socket, who).expect("the host listens")
-    }
-}
-
-impl Drop for SidecarProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
 
 /// An engine with one worker.
 pub(crate) struct SidecarFixture {

@@ -19,6 +19,10 @@ use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, FlowState, Mode, PrefillAnswer, PrefillHook,
     Role, TransferJob, TransferReport,
 };
+use kvferry_engine::core::payload::{
+    ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
+    SlotId,
+};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Address, Endpoint, Memory, OwnMemory, RegionDesc};
 use kvferry_fabric_host::{HostConfig, PathCount};
@@ -131,6 +135,7 @@ pub(super) fn parts() -> Vec<ClientIdentity> {
         ClientIdentity::Worker(Box::new(worker())),
         ClientIdentity::Transfer { rank: 1, last_error: Some(6) },
         ClientIdentity::Observer,
+        ClientIdentity::Stage { deployment: "d".into(), stage: "1".into() }, // since 8
     ]
 }
 
@@ -167,6 +172,64 @@ pub(super) fn to_host() -> Vec<ToHost> {
     all.extend(reports.map(|report| ToHost::Report { report, moved: counters() }));
     all.push(ToHost::Moved(counters()));
     all.push(ToHost::Unable { why: "no".into() });
+    all.extend(payload_hooks().map(ToHost::Payload)); // since 8
+    all
+}
+
+fn payload_keys() -> [PayloadKey; 2] {
+    let stream = PayloadStream::new("0", "1", "r");
+    [stream.chunk(7), stream.whole()]
+}
+
+fn payload_hooks() -> [PayloadHook; 11] {
+    let [chunk, whole] = payload_keys();
+    let stream = chunk.stream.clone();
+    [
+        PayloadHook::Reserve { ticket: 3, bytes: 1 << 33, wait: Nanos::from_ms(10) },
+        PayloadHook::Put { slot: SlotId(4), key: chunk.clone(), receivers: 2 },
+        PayloadHook::Return { slot: SlotId(4) },
+        PayloadHook::Want { key: whole.clone(), producer: Some(PayloadClient(5)) },
+        PayloadHook::Want { key: chunk, producer: None },
+        PayloadHook::Abandon { key: whole },
+        PayloadHook::Take { claim: ClaimId(6) },
+        PayloadHook::Release { claim: ClaimId(6) },
+        PayloadHook::End { stream: stream.clone(), failure: Some("why".into()) },
+        PayloadHook::End { stream: stream.clone(), failure: None },
+        PayloadHook::CleanUp { stream },
+    ]
+}
+
+fn payload_answers() -> Vec<PayloadAnswer> {
+    let [key, whole] = payload_keys();
+    let failures = [
+        PayloadFailure::Ended,
+        PayloadFailure::GivenUp("why".into()),
+        PayloadFailure::ProducerGone,
+        PayloadFailure::Taken,
+        PayloadFailure::Expired,
+        PayloadFailure::CleanedUp,
+        PayloadFailure::Overload("keys".into()),
+        PayloadFailure::Closed,
+    ];
+    let full = PayloadFailure::PoolFull { bytes: 1, free: 2, largest: 3, share: 4 };
+    let mut all = vec![
+        PayloadAnswer::Reserved { ticket: 3, slot: SlotId(4), offset: 1 << 33 },
+        PayloadAnswer::NotReserved { ticket: 3, failure: full },
+        PayloadAnswer::NotReserved {
+            ticket: 3,
+            failure: PayloadFailure::TooLong { bytes: 9, pool: 8 },
+        },
+        PayloadAnswer::Arrived {
+            key: key.clone(),
+            claim: ClaimId(6),
+            offset: 4_096,
+            bytes: 3_305,
+            generation: 7,
+        },
+    ];
+    let missing = |failure| PayloadAnswer::Missing { key: whole.clone(), failure };
+    all.extend(failures.map(missing));
+    all.push(PayloadAnswer::Abandoned { key });
     all
 }
 
@@ -269,7 +332,7 @@ pub(super) fn from_host() -> Vec<FromHost> {
             address,
             lease_ms: 30_000,
             incarnation: Incarnation(1 << 50),
-            versions: VersionRange { oldest: 5, newest: 7 }, // since 6
+            versions: VersionRange { oldest: 5, newest: 8 }, // since 6
         },
         FromHost::Refused { why: "no".into() },
         FromHost::Unusable { request: request(), why: "no".into() },
@@ -301,5 +364,14 @@ pub(super) fn from_host() -> Vec<FromHost> {
     all.push(FromHost::Ended(ended(failed, None, None)));
     all.push(FromHost::Kept { held: 3, quarantined: 4 });
     all.push(FromHost::Trace(Box::new(trace())));
+    // Since 8.
+    all.push(FromHost::Pool {
+        client: PayloadClient(5),
+        bytes: 1 << 30,
+        descriptor: 0,
+        incarnation: Incarnation(1 << 50),
+        versions: VersionRange { oldest: 5, newest: 8 },
+    });
+    all.extend(payload_answers().into_iter().map(FromHost::Payload));
     all
 }

@@ -41,7 +41,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 14] = [
+const SAID: [(&str, &str, [&str; 3]); 17] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -60,7 +60,19 @@ const SAID: [(&str, &str, [&str; 3]); 14] = [
         ["protocol.lease_ms=20000", "protocol.lease_ms=10000", "protocol.lease_ms=5000"],
     ),
     ("state", "kvferry", ["/file", "/env", "/flag"]),
+    ("payload_pool", "", ["4096", "8192", "1"]),
+    ("payload_hold_ms", "300000", ["0", "7", "8"]),
+    ("idle_s", "", ["0", "7", "8"]),
 ];
+
+/// What is said of payloads, which is there with a pool only.
+fn of_payloads<T: Display>(
+    config: &SidecarConfig,
+    of: impl FnOnce(&PayloadSettings) -> Option<T>,
+) -> String {
+    let said = config.payloads.as_ref().and_then(of);
+    said.map_or(String::new(), |said| said.to_string())
+}
 
 fn value(config: &SidecarConfig, key: &str) -> String {
     let SidecarConfig { socket, metrics, logs, operator, .. } = config;
@@ -91,6 +103,9 @@ fn value(config: &SidecarConfig, key: &str) -> String {
             Some(path) if path.ends_with("kvferry") => "kvferry".into(),
             state => state.as_ref().map_or("kvferry".into(), |path| path.display().to_string()),
         },
+        "payload_pool" => of_payloads(config, |payloads| Some(payloads.pool)),
+        "payload_hold_ms" => of_payloads(config, |payloads| Some(payloads.hold.0 / 1_000_000)),
+        "idle_s" => of_payloads(config, |payloads| Some(payloads.idle?.as_secs())),
         _ => panic!("{key} is not looked at"),
     }
 }
@@ -100,7 +115,11 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
     assert_eq!(SAID.map(|(key, ..)| key), KEYS);
     for (key, default, [file, variable_text, flag]) in SAID {
         // All numbers and truth values are taken as texts, too.
-        let file = TempFile::new(key, &format!("{key} = \"{file}\"\n"));
+        let pool = match key {
+            "payload_hold_ms" | "idle_s" => "payload_pool = 1\n",
+            _ => "",
+        };
+        let file = TempFile::new(key, &format!("{key} = \"{file}\"\n{pool}"));
         let from_file = value(&parsed(&file.flags()).resolve([]).expect("valid"), key);
         let set = env(&[(variable(key), variable_text)]);
         let flag = format!("--{}={flag}", key.replace('_', "-"));
@@ -109,7 +128,8 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
             value(&parsed(flags).resolve(env.to_vec()).expect("valid"), key)
         };
         let said = SAID.iter().find(|said| said.0 == key).expect("itself").2;
-        assert_eq!(got(&[], &[]), default, "{key}");
+        let pool = if pool.is_empty() { vec![] } else { vec!["--payload-pool=1"] };
+        assert_eq!(got(&pool, &[]), default, "{key}");
         assert_eq!(from_file, said[0], "{key}");
         assert_eq!(got(&[config, path], &set), said[1], "{key}: the environment before the file");
         assert_eq!(got(&[config, path, &flag], &set), said[2], "{key}: a flag before all");

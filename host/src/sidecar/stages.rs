@@ -1,0 +1,263 @@
+//! The processes of a pipeline's stages, what each is to the payload core, and it to them.
+
+use super::gateway::{ClientJoined, ClientLeft, ClientMessage, DrainSidecar, IdleCheck};
+use super::metrics::Scrape;
+use super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
+use super::socket::ServesClients;
+use super::stage_metrics::StageMetrics;
+use actix::{AsyncContext, Context, Handler};
+use kvferry_engine::actors::{Clock, Driver, InputQueue, MailboxSender, PlaneAdapter};
+use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::machine::Machine;
+use kvferry_engine::core::payload::{
+    PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadHook,
+    PayloadInput,
+};
+use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::NextPoll;
+use kvferry_fabric_host::MemfdPool;
+use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
+use std::task::Waker;
+use std::time::Duration;
+use tokio::sync::mpsc::Sender;
+use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::oneshot;
+
+/// The actor: the payloads of a host, and the processes that put and get them.
+pub(super) type StageActor = Driver<StageGateway>;
+
+/// Messages of connections that may wait for the actor.
+const MAILBOX: usize = 4_096;
+
+/// What a host of payloads is.
+pub(super) struct StageConfig {
+    pub(super) payloads: PayloadConfig,
+    pub(super) incarnation: Incarnation,
+    /// It ends when no process has been there for so long; if none is given, when it is told to.
+    pub(super) idle: Option<Duration>,
+}
+
+pub(super) struct StageGateway {
+    config: StageConfig,
+    pool: MemfdPool,
+    /// Those that have joined; one that is cut off is told nothing any more.
+    clients: BTreeMap<PayloadClient, Option<Sender<FromHost>>>,
+    metrics: StageMetrics,
+    /// Counts the processes that came and went, so that an idle host is known.
+    changes: u64,
+    /// Told when no process has been there for long.
+    over: Option<oneshot::Sender<()>>,
+}
+
+impl StageGateway {
+    /// # Errors
+    /// Why there is no pool of this size.
+    pub(super) fn start(
+        clock: Clock,
+        (config, pool): (StageConfig, MemfdPool),
+        over: oneshot::Sender<()>,
+    ) -> MailboxSender<StageActor> {
+        let machine = PayloadCore::new(config.payloads.clone());
+        let metrics = StageMetrics::new(pool.len());
+        let (clients, over) = (BTreeMap::new(), Some(over));
+        let adapter = StageGateway { config, pool, clients, metrics, changes: 0, over };
+        let idle = adapter.config.idle;
+        let actor = Driver::start(|_| adapter, machine, None, clock);
+        if idle.is_some() {
+            actor.do_send(ClientLeft(0));
+        }
+        MailboxSender::new(actor, MAILBOX)
+    }
+
+    /// Takes up a process of a stage.
+    fn join(
+        &mut self,
+        ClientJoined { client, hello, out }: ClientJoined,
+        inputs: &mut InputQueue<PayloadCore>,
+    ) -> Result<(), (Sender<FromHost>, String)> {
+        let agreed = hello.versions().agree("who connects");
+        let (needed, lacks) = hello.who.needs();
+        let why = match (agreed, hello.who) {
+            (Err(why), _) => why,
+            (Ok(version), ClientIdentity::Stage { .. }) if version < needed => {
+                format!("version {version} has no {lacks} install one version of kvferry for both")
+            }
+            (Ok(_), ClientIdentity::Stage { deployment, stage }) => {
+                tracing::info!(client, %deployment, %stage, "a process of a stage joined");
+                let client = PayloadClient(client as u32);
+                let pool = FromHost::Pool {
+                    client,
+                    bytes: self.pool.len(),
+                    descriptor: self.pool.descriptor().as_raw_fd(),
+                    incarnation: self.config.incarnation,
+                    versions: VersionRange::OWN,
+                };
+                // One that is gone already leaves next.
+                let _ = out.try_send(pool);
+                self.clients.insert(client, Some(out));
+                self.changes += 1;
+                let hook = PayloadHook::Joined { deployment, stage };
+                inputs.push_back(PayloadInput::Hook { client, hook });
+                return Ok(());
+            }
+            (Ok(_), _) => {
+                "this host has a pool for payloads of stages, and serves no engine; give \
+                the engine a host of its own"
+                    .into()
+            }
+        };
+        Err((out, why))
+    }
+
+    fn on_message(
+        &mut self,
+        ClientMessage { client, message, .. }: ClientMessage,
+        inputs: &mut InputQueue<PayloadCore>,
+    ) {
+        let client = PayloadClient(client as u32);
+        if !matches!(self.clients.get(&client), Some(Some(_))) {
+            return;
+        }
+        match message {
+            // Whoever has said these itself: the connection says them.
+            ToHost::Payload(PayloadHook::Joined { .. } | PayloadHook::Left) => {
+                self.cut(client, "what the connection says is not said by it");
+            }
+            ToHost::Payload(hook) => inputs.push_back(PayloadInput::Hook { client, hook }),
+            _ => self.cut(client, "a stage says nothing but what it does with payloads"),
+        }
+    }
+
+    /// Ends a connection; what it has goes when that is over.
+    fn cut(&mut self, client: PayloadClient, why: &str) {
+        tracing::warn!(%client, why, "a process of a stage is cut off");
+        if let Some(out) = self.clients.get_mut(&client).and_then(Option::take) {
+            // One that does not read is not told.
+            let _ = out.try_send(FromHost::Refused { why: why.into() });
+        }
+    }
+
+    fn on_left(&mut self, client: u64, inputs: &mut InputQueue<PayloadCore>) {
+        let client = PayloadClient(client as u32);
+        self.changes += 1;
+        if self.clients.remove(&client).is_some() {
+            inputs.push_back(PayloadInput::Hook { client, hook: PayloadHook::Left });
+        }
+    }
+
+    /// Ends the host if no process came or went since.
+    fn end_if_idle(&mut self, changes: u64) {
+        if self.changes == changes
+            && self.clients.is_empty()
+            && let Some(over) = self.over.take()
+        {
+            // Who waits for it may have ended before.
+            let _ = over.send(());
+        }
+    }
+}
+
+impl PlaneAdapter for StageGateway {
+    type Machine = PayloadCore;
+
+    fn poll(&mut self, _: Nanos, _: &mut InputQueue<PayloadCore>) -> NextPoll {
+        NextPoll::External
+    }
+
+    fn perform(&mut self, _: &PayloadCore, effect: PayloadEffect, _: &mut InputQueue<PayloadCore>) {
+        match effect {
+            PayloadEffect::Answer { client, answer } => {
+                self.metrics.answered(&answer);
+                if let PayloadAnswer::Missing { key, failure } = &answer {
+                    tracing::debug!(%client, %key, why = %failure, "a payload does not come");
+                }
+                let Some(Some(out)) = self.clients.get(&client) else { return };
+                // One whose connection has ended leaves next.
+                if let Err(TrySendError::Full(_)) = out.try_send(FromHost::Payload(answer)) {
+                    self.cut(client, "it does not take what it is told");
+                }
+            }
+            PayloadEffect::Misuse { client, rule } => {
+                tracing::warn!(%client, %rule, "a process of a stage broke a rule");
+            }
+        }
+    }
+
+    fn ticks(&self, _: &PayloadCore, _: Nanos, out: &mut InputQueue<PayloadCore>) {
+        out.push_back(PayloadInput::Tick);
+    }
+
+    fn set_waker(&mut self, _: Waker) {}
+
+    fn began(&mut self, _: Nanos, input: &PayloadInput) {
+        if let PayloadInput::Hook { hook, .. } = input {
+            self.metrics.told(hook);
+        }
+    }
+}
+
+impl ServesClients for StageActor {
+    const OF: &'static str = "a stage";
+}
+
+impl Handler<ClientJoined> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, joined: ClientJoined, context: &mut Context<Self>) {
+        let client = joined.client;
+        let refused = self.with_adapter(context, |gateway, inputs| gateway.join(joined, inputs));
+        if let Err((out, why)) = refused {
+            tracing::warn!(client, why, "refused a connection");
+            // It is dropped with the sender.
+            let _ = out.try_send(FromHost::Refused { why });
+        }
+    }
+}
+
+impl Handler<ClientMessage> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, said: ClientMessage, context: &mut Context<Self>) {
+        self.with_adapter(context, |gateway, inputs| gateway.on_message(said, inputs));
+    }
+}
+
+impl Handler<ClientLeft> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, ClientLeft(client): ClientLeft, context: &mut Context<Self>) {
+        let (changes, idle) = self.with_adapter(context, |gateway, inputs| {
+            gateway.on_left(client, inputs);
+            (gateway.changes, gateway.config.idle.filter(|_| gateway.clients.is_empty()))
+        });
+        if let Some(idle) = idle {
+            context.notify_later(IdleCheck(changes), idle);
+        }
+    }
+}
+
+impl Handler<IdleCheck> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, IdleCheck(changes): IdleCheck, context: &mut Context<Self>) {
+        self.with_adapter(context, |gateway, _| gateway.end_if_idle(changes));
+    }
+}
+
+impl Handler<DrainSidecar> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, _: DrainSidecar, context: &mut Context<Self>) {
+        self.with_adapter(context, |_, inputs| inputs.push_back(PayloadInput::Drain));
+    }
+}
+
+impl Handler<Scrape> for StageActor {
+    type Result = String;
+
+    fn handle(&mut self, _: Scrape, _: &mut Context<Self>) -> String {
+        let (gateway, core) = self.adapter_and_machine();
+        gateway.metrics.page(&core.gauges(), core.free_bytes())
+    }
+}

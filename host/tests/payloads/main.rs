@@ -1,0 +1,230 @@
+//! A host with a pool, and processes of stages that put and get payloads.
+
+#[path = "../sidecar_process/mod.rs"]
+mod sidecar_process;
+
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::{ArrivedPayload, PayloadLink, PoolOffer};
+use kvferry_engine::core::payload::{PayloadFailure, PayloadHook, PayloadKey, PayloadStream};
+use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
+use std::fs::File;
+use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
+use std::time::Duration;
+
+const POOL: u64 = 64 << 20;
+const POOL_ARGS: [&str; 2] = ["--payload-pool", "67108864"];
+
+/// A process of a stage, and its way into the pool.
+struct StageProcess {
+    link: PayloadLink,
+    pool: File,
+}
+
+impl StageProcess {
+    fn of(host: &SidecarProcess, stage: &str) -> StageProcess {
+        let link = PayloadLink::connect(&host.socket, "server", stage).expect("the host listens");
+        let PoolOffer { bytes, file, .. } = link.wait_ready(PATIENCE).expect("it has a pool");
+        assert_eq!(bytes, POOL);
+        StageProcess { link, pool: File::from(file) }
+    }
+
+    fn put(&self, key: &PayloadKey, bytes: &[u8]) {
+        let reserved = self.link.reserve(bytes.len() as u64, PATIENCE).expect("a host");
+        let reserved = reserved.expect("there is room");
+        self.pool.write_all_at(bytes, reserved.offset).expect("the pool can be written");
+        self.link.put(reserved.slot, key.clone(), 1).expect("a host");
+    }
+
+    fn wait(&self, key: &PayloadKey) -> Result<ArrivedPayload, PayloadFailure> {
+        self.link.want(key, None).expect("a host");
+        self.link.wait(key, PATIENCE).expect("a host").expect("there is an outcome")
+    }
+
+    /// The first bytes of a payload that arrived.
+    fn read(&self, payload: &ArrivedPayload, bytes: usize) -> Vec<u8> {
+        assert!(payload.bytes >= bytes as u64);
+        let mut read = vec![0; bytes];
+        self.pool.read_exact_at(&mut read, payload.offset).expect("the pool can be read");
+        read
+    }
+}
+
+fn stream(request: &str) -> PayloadStream {
+    PayloadStream::new("0", "1", request)
+}
+
+#[test]
+fn what_one_process_puts_another_gets_once() {
+    let (host, metrics) = SidecarProcess::with_metrics("payloads", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    // Below and above what slots are kept for.
+    for (chunk, bytes) in [(0, 3_305), (1, 1_611_713)] {
+        let key = stream("r").chunk(chunk);
+        assert_eq!(talker.link.poll(&key).expect("a host"), None);
+        let data: Vec<u8> = (0..bytes).map(|at: usize| ((at * 7) >> 3) as u8).collect();
+        thinker.put(&key, &data);
+        let payload = talker.wait(&key).expect("it was put");
+        assert!(talker.read(&payload, bytes) == data);
+        talker.link.take(payload.claim).expect("a host");
+        assert_eq!(talker.wait(&key), Err(PayloadFailure::Taken));
+        talker.link.release(payload.claim).expect("a host");
+    }
+    thinker.link.end(stream("r"), None).expect("a host");
+    assert_eq!(talker.wait(&stream("r").chunk(2)), Err(PayloadFailure::Ended));
+    let page = scrape(metrics);
+    for line in [
+        "kvferry_payload_puts_total 2",
+        "kvferry_payload_gets_total{outcome=\"arrived\"} 2",
+        "kvferry_payload_gets_total{outcome=\"taken\"} 2",
+        "kvferry_payload_gets_total{outcome=\"ended\"} 1",
+        "kvferry_payload_pool_bytes 67108864",
+        "kvferry_payload_processes 2",
+        "kvferry_payload_misuses_total 0",
+        "kvferry_payloads 0",
+    ] {
+        series(&page, line);
+    }
+}
+
+#[test]
+fn what_crosses_with_an_abandonment_is_for_the_next() {
+    let (host, metrics) = SidecarProcess::with_metrics("abandoned-payloads", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    for chunk in 0..500 {
+        let key = stream("r").chunk(chunk);
+        talker.link.want(&key, None).expect("a host");
+        thinker.put(&key, b"payload");
+        // It may be on its way, be there, or not be put yet.
+        talker.link.abandon(&key).expect("a host");
+        let payload = talker.wait(&key).expect("it was put");
+        assert_eq!(talker.read(&payload, 7), b"payload");
+        talker.link.release(payload.claim).expect("a host");
+    }
+    // What was released is so when this is answered.
+    assert_eq!(talker.wait(&stream("r").chunk(0)), Err(PayloadFailure::Taken));
+    let page = scrape(metrics);
+    series(&page, "kvferry_payload_misuses_total 0");
+    series(&page, "kvferry_payloads 0");
+}
+
+#[test]
+fn who_waits_for_a_process_that_dies_is_told() {
+    let host = SidecarProcess::with_args("dead-producers", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    let key = stream("r").chunk(1);
+    thinker.put(&stream("r").chunk(0), b"first");
+    talker.link.want(&key, None).expect("a host");
+    drop(thinker);
+    assert_eq!(talker.wait(&key), Err(PayloadFailure::ProducerGone));
+    // What it had put is there.
+    let payload = talker.wait(&stream("r").chunk(0)).expect("it was put");
+    assert_eq!(talker.read(&payload, 5), b"first");
+}
+
+#[test]
+fn threads_share_a_link() {
+    let host = SidecarProcess::with_args("threads", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    let keys: Vec<_> = (0..8).map(|request| stream(&request.to_string())).collect();
+    std::thread::scope(|scope| {
+        for stream in &keys {
+            let talker = &talker;
+            scope.spawn(move || {
+                for chunk in 0..100 {
+                    let payload = talker.wait(&stream.chunk(chunk)).expect("it is put");
+                    let expected = format!("{stream} {chunk}");
+                    assert_eq!(talker.read(&payload, expected.len()), expected.as_bytes());
+                    talker.link.release(payload.claim).expect("a host");
+                }
+            });
+        }
+        for chunk in 0..100 {
+            for stream in &keys {
+                thinker.put(&stream.chunk(chunk), format!("{stream} {chunk}").as_bytes());
+            }
+        }
+    });
+}
+
+#[test]
+fn room_is_waited_for_and_no_longer_than_was_said() {
+    let host = SidecarProcess::with_args("full-pool", &POOL_ARGS);
+    let thinker = StageProcess::of(&host, "0");
+    let all = thinker.link.reserve(POOL - (1 << 20), PATIENCE).expect("a host").expect("room");
+    let none = thinker.link.reserve(2 << 20, Duration::ZERO).expect("a host");
+    assert!(matches!(none, Err(PayloadFailure::PoolFull { bytes: 2_097_152, .. })), "{none:?}");
+    let none = thinker.link.reserve(POOL + 1, PATIENCE).expect("a host");
+    assert_eq!(none, Err(PayloadFailure::TooLong { bytes: POOL + 1, pool: POOL }));
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| thinker.link.reserve(2 << 20, PATIENCE));
+        while thinker.link.gauges().tickets == 0 {
+            std::thread::yield_now();
+        }
+        thinker.link.give_back(all.slot).expect("a host");
+        waits.join().expect("no panic").expect("a host").expect("there is room now");
+    });
+}
+
+#[test]
+fn a_host_serves_stages_or_an_engine() {
+    let of_engine = SidecarProcess::start("no-stages");
+    let link = PayloadLink::connect(&of_engine.socket, "server", "0").expect("it listens");
+    let why = link.wait_ready(PATIENCE).expect_err("it has no pool");
+    assert_eq!(why.kind(), ErrorKind::ConnectionRefused);
+    assert!(why.to_string().contains("--payload-pool"), "{why}");
+    let of_stages = SidecarProcess::with_args("no-engine", &POOL_ARGS);
+    let mut heard = Vec::new();
+    of_stages.connect(ClientIdentity::Observer).wait(PATIENCE, &mut heard).expect("an answer");
+    assert!(matches!(&heard[..], [FromHost::Refused { why }] if why.contains("serves no engine")));
+}
+
+#[test]
+fn who_says_what_is_not_its_to_say_is_cut_off() {
+    let host = SidecarProcess::with_args("misuse", &POOL_ARGS);
+    let identity = || ClientIdentity::Stage { deployment: "server".into(), stage: "0".into() };
+    for said in [ToHost::Payload(PayloadHook::Left), ToHost::Unable { why: "no".into() }] {
+        let (mut client, mut heard) = (host.connect(identity()), Vec::new());
+        client.send(&said).expect("the host reads");
+        let end = loop {
+            match client.wait(PATIENCE, &mut heard) {
+                Ok(()) if heard.iter().any(|told| matches!(told, FromHost::Refused { .. })) => {
+                    break None;
+                }
+                Ok(()) => heard.clear(),
+                Err(why) => break Some(why),
+            }
+        };
+        assert!(end.is_none(), "{said:?}: {end:?}");
+    }
+    // Others are served.
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    thinker.put(&stream("r").whole(), b"all");
+    assert!(talker.wait(&stream("r").whole()).is_ok());
+}
+
+#[test]
+fn a_closed_link_ends_who_waits_and_an_idle_host_ends() {
+    let args = ["--payload-pool", "67108864", "--idle-s", "0"];
+    let socket = sidecar_process::place("idle-host");
+    let mut child = sidecar_process::spawn(&socket, None, &args);
+    // Until somebody has come it may end at any time, so it is connected to until it has one.
+    let link = loop {
+        match PayloadLink::connect(&socket, "server", "0") {
+            Ok(link) if link.wait_ready(PATIENCE).is_ok() => break link,
+            _ if child.try_wait().expect("a child").is_some() => {
+                child = sidecar_process::spawn(&socket, None, &args);
+            }
+            _ => std::thread::yield_now(),
+        }
+    };
+    let key = stream("r").whole();
+    link.want(&key, None).expect("a host");
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| link.wait(&key, PATIENCE));
+        link.close();
+        let why = waits.join().expect("no panic").expect_err("it is closed");
+        assert!(why.to_string().contains("closed"), "{why}");
+    });
+    assert!(child.wait().expect("it ends").success());
+}

@@ -4,6 +4,7 @@
 mod exit;
 mod listener;
 pub(crate) mod logs;
+pub(crate) mod memory;
 mod panic_exit;
 mod program;
 mod progress;

@@ -41,7 +41,7 @@ pub use transfer_agent::TransferAgent;
 
 use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
 use crate::process::logs::{self, LogArgs};
-use crate::process::{CommandError, Exit, ShutdownSignals, raise_open_files};
+use crate::process::{CommandError, Exit, ShutdownSignals, memory, raise_open_files};
 use actix::Handler;
 use config::{PayloadSettings, SidecarConfig};
 use gateway::{DrainSidecar, Gateway};
@@ -97,8 +97,7 @@ async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError
         tracing::info!(socket = %socket.display(), "waiting for an engine");
         return attend(config, (&place, gateway), left).await;
     };
-    let pool = MemfdPool::new(stages.payloads.pool, HugePages::Try);
-    let pool = pool.map_err(|why| CommandError::Input(format!("payload_pool: {why}")))?;
+    let pool = payload_pool(stages.payloads.pool).map_err(CommandError::Input)?;
     let bytes = pool.len();
     let gateway = StageGateway::start(clock, (stages, pool), over);
     tracing::info!(socket = %socket.display(), pool = bytes, "waiting for stages");
@@ -126,6 +125,17 @@ where
     // If it cannot be told, the registrations expire.
     let _ = address.send(DrainSidecar).await;
     Ok(Exit::HELD)
+}
+
+/// A pool all of whose bytes are there.
+fn payload_pool(bytes: u64) -> Result<MemfdPool, String> {
+    // The kernel would take memory from others, and at last end a process.
+    if let Some(free) = memory::available().filter(|free| *free < bytes) {
+        return Err(format!(
+            "payload_pool = {bytes}: {free} bytes of memory are available; give a smaller pool"
+        ));
+    }
+    MemfdPool::new(bytes, HugePages::Try).map_err(|why| format!("payload_pool = {bytes}: {why}"))
 }
 
 fn stage_config(PayloadSettings { pool, hold, idle }: PayloadSettings) -> StageConfig {

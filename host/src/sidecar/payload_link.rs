@@ -510,10 +510,18 @@ impl PayloadLink {
     /// free, so nothing of the pool may be in use any more.
     pub fn close(&self) {
         let mut state = self.state();
+        // What was heard and not read would look to the host as if this process had died.
+        state.listen();
         let why = "the link to the kvferry host is closed".into();
         state.end.get_or_insert((ErrorKind::NotConnected, why));
         state.client.close();
         self.heard.notify_all();
+    }
+}
+
+impl Drop for PayloadLink {
+    fn drop(&mut self) {
+        self.close();
     }
 }
 

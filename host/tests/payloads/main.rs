@@ -180,6 +180,17 @@ fn a_host_serves_stages_or_an_engine() {
 }
 
 #[test]
+fn a_pool_that_memory_does_not_hold_is_refused_at_the_start() {
+    let socket = sidecar_process::place("large-pool");
+    let args = ["--payload-pool", "1000000000000000"];
+    let host = sidecar_process::host(&socket, None, &args).output().expect("the binary runs");
+    let said = String::from_utf8_lossy(&host.stderr).into_owned();
+    assert_eq!(host.status.code(), Some(2), "{said}");
+    assert!(said.contains("payload_pool = 1000000000000000: "), "{said}");
+    assert!(said.contains("bytes of memory are available"), "{said}");
+}
+
+#[test]
 fn who_says_what_is_not_its_to_say_is_cut_off() {
     let host = SidecarProcess::with_args("misuse", &POOL_ARGS);
     let identity = || ClientIdentity::Stage { deployment: "server".into(), stage: "0".into() };

@@ -24,15 +24,15 @@ pub(crate) fn place(name: &str) -> PathBuf {
     std::env::temp_dir().join(socket)
 }
 
+pub(crate) fn host(socket: &Path, set: Option<(&str, &str)>, more: &[&str]) -> Command {
+    let mut host = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    host.args(["host", "--log-level", "warn", "--socket"]).arg(socket).args(more).envs(set);
+    host.stdin(Stdio::null());
+    host
+}
+
 pub(crate) fn spawn(socket: &Path, set: Option<(&str, &str)>, more: &[&str]) -> Child {
-    Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["host", "--log-level", "warn", "--socket"])
-        .arg(socket)
-        .args(more)
-        .envs(set)
-        .stdin(Stdio::null())
-        .spawn()
-        .expect("the binary runs")
+    host(socket, set, more).spawn().expect("the binary runs")
 }
 
 impl SidecarProcess {

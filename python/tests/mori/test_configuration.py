@@ -126,7 +126,7 @@ def test_gpus_of_amd_are_served_by_mori(vllm):
 
 
 def test_lines_are_among_those_of_vllm(vllm):
-    line = importlib.import_module("kvferry.vllm.line")
+    line = importlib.import_module("kvferry.line")
     heard = []
     handler = logging.Handler()
     handler.emit = heard.append

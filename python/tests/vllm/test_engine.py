@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from kvferry.vllm.engine import unbound
+from kvferry.start import unbound
 
 TELL = "import os; print(*sorted(os.sched_getaffinity(0)))"
 # vLLM has an OpenMP runtime loaded into each worker before anything else.

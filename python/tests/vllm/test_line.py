@@ -7,7 +7,7 @@ import socket
 import time
 
 import pytest
-from kvferry.vllm.line import Line
+from kvferry.line import Line
 
 
 class Connection:

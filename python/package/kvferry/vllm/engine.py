@@ -2,30 +2,16 @@
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from kvferry._native import Link, settings, socket_folder
+from kvferry import start
+from kvferry._native import Link, settings
 from kvferry.vllm.check import check, given
-
-# Time for a host to start, and then to have all parts of its engine.
-START_S = 60
-
-# Starts a program that is no child of the engine: vLLM kills those before they can clear up.
-ORPHAN = (
-    "import subprocess, sys; "
-    "subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)"
-)
 
 
 @dataclass(frozen=True)
@@ -51,10 +37,7 @@ def place(vllm_config) -> Place:
     socket, *how = settings(keys)
     if socket:
         return Place(Path(socket), keys, *how)
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(folder) / f"kvferry-{os.getuid()}"
-    socket_folder(folder)
-    return Place(folder / f"{transfer.engine_id}.sock", keys, *how)
+    return Place(start.socket_at(transfer.engine_id), keys, *how)
 
 
 def describe(vllm_config, kv_cache_config) -> str:
@@ -128,38 +111,6 @@ def _group(group) -> dict:
     }
 
 
-# By which vLLM's CPU backend has the OpenMP runtime bind a worker. It is loaded before anything else (LD_PRELOAD),
-# and binds the main thread of each process that has them in its environment.
-BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-
-
-@contextmanager
-def unbound():
-    """What is started in it, with the environment that it gives, runs wherever this server may. vLLM binds a worker to
-    the cores that it computes on: whatever the worker starts would be bound to them as well, and wait for them."""
-    bound = os.sched_getaffinity(0)
-    # The process that started this one is not bound.
-    os.sched_setaffinity(0, bound | os.sched_getaffinity(os.getppid()))
-    try:
-        yield {name: value for name, value in os.environ.items() if name not in BINDING}
-    finally:
-        os.sched_setaffinity(0, bound)
-
-
 def connect(at: Place, make: Callable[[Path], Link]) -> Link:
-    """`make(path)`, with a host that is started unless there is one. Whoever binds the path serves;
-    a second host ends at once."""
-    deadline = time.monotonic() + START_S
-    is_started = not at.spawn
-    while True:
-        try:
-            return make(at.socket)
-        except ConnectionError as error:
-            if time.monotonic() > deadline:
-                raise ConnectionError(f"{error}, for {START_S} s") from error
-        if not is_started:
-            command = [sys.executable, "-m", "kvferry.host", "--socket", str(at.socket)]
-            with unbound() as environment:
-                subprocess.run([sys.executable, "-c", ORPHAN, *command], check=True, env=environment)
-            is_started = True
-        time.sleep(0.02)
+    """`make(path)`, with a host that is started unless there is one."""
+    return start.connect(at.socket, make, at.spawn)

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from kvferry.vllm.log import logger_of
+from kvferry.log import logger_of
 
 logger = logger_of(__name__)
 

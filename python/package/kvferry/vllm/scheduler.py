@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from vllm.v1.request import RequestStatus
 
 from kvferry._native import Link
-from kvferry.vllm.engine import START_S, connect, describe, place
-from kvferry.vllm.line import Line, guarded, nothing
-from kvferry.vllm.log import logger_of
+from kvferry.line import Line, guarded, nothing
+from kvferry.log import logger_of
+from kvferry.start import START_S
+from kvferry.vllm.engine import connect, describe, place
 from kvferry.vllm.stats import KvferryStats
 
 logger = logger_of(__name__)

@@ -7,10 +7,11 @@ import time
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
 from kvferry._native import Link, Transfers
-from kvferry.vllm.engine import connect, place, unbound
+from kvferry.line import Line, guarded, nothing
+from kvferry.log import logger_of
+from kvferry.start import unbound
+from kvferry.vllm.engine import connect, place
 from kvferry.vllm.kernels import Kernels
-from kvferry.vllm.line import Line, guarded, nothing
-from kvferry.vllm.log import logger_of
 from kvferry.vllm.memory import Files
 
 logger = logger_of(__name__)

@@ -9,10 +9,11 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
-from kvferry._native import Link
-from kvferry.vllm.log import logger_of
+from kvferry.log import logger_of
 
 logger = logger_of(__name__)
 
@@ -52,21 +53,32 @@ def nothing(*_) -> None:
     """The answer of a hook that has none."""
 
 
-class Line:
-    """`link` is of the thread that calls the hooks; another thread waits for its end and makes the next.
+class HostLink(Protocol):
+    """To a host."""
 
-    `on_lost` gives up what the lost host knew, on the thread of the hooks, before the next link is taken;
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Line:
+    """`link` is of the threads that call the hooks; another one waits for its end and makes the next.
+
+    `on_lost` gives up what the lost host knew, on a thread of the hooks, before the next link is taken;
     it is told the link to it.
     """
 
     def __init__(
         self,
-        link: Link,
-        make: Callable[[], Link],
-        on_lost: Callable[[Link], None] = lambda link: None,
+        link: HostLink,
+        make: Callable[[], HostLink],
+        on_lost: Callable[[HostLink], None] = lambda link: None,
     ):
-        self.link: Link | None = link
-        self._next: Link | None = None
+        self.link: HostLink | None = link
+        self._next: HostLink | None = None
+        # Who changes the link.
+        self._changing = threading.RLock()
+        self._is_over = False
         # The server that this engine was started by has ended.
         self._orphaned = False
         # What is watched of the link, and who may shut it.
@@ -77,19 +89,30 @@ class Line:
         # A descriptor of its own: the hooks may drop a link at any time.
         watch = threading.Thread(target=self._watch, args=(os.dup(link.fileno()),), daemon=True)
         watch.start()
-        threading.Thread(target=self._watch_server, daemon=True).start()
+        _orphaned_with_server(self)
 
-    def current(self) -> Link | None:
+    def current(self) -> HostLink | None:
         """The link, or the next one if it is there."""
         if self._next is not None:
-            self._give_up()
-            self.link, self._next = self._next, None
+            with self._changing:
+                if self._next is not None:
+                    self._give_up()
+                    self.link, self._next = self._next, None
         return self.link
 
-    def lost(self, error: Exception) -> None:
-        """The link does not work any more, or what was said by it cannot be trusted."""
-        logger.error("%s", error)
-        self._give_up()
+    def lost(self, error: Exception, link: HostLink | None = None) -> None:
+        """The link does not work any more, or what was said by it cannot be trusted. With `link` only if it is that one,
+        and no other thread has said it."""
+        with self._changing:
+            if link is None or link is self.link:
+                logger.error("%s", error)
+                self._give_up()
+
+    def end(self) -> None:
+        """No link is needed any more. The last one stays open as long as somebody has it."""
+        with self._changing:
+            self._is_over = True
+            self.link = self._next = None
 
     def _give_up(self) -> None:
         link, self.link = self.link, None
@@ -112,34 +135,34 @@ class Line:
                 if self._orphaned:
                     return
             link = self._again()
+            if link is None:
+                return
             descriptor = os.dup(link.fileno())
-            self._next = link
+            with self._changing:
+                if self._is_over:
+                    os.close(descriptor)
+                    return link.close()
+                self._next = link
+            del link
 
-    def _watch_server(self) -> None:
-        """An engine outlives the server that started it if that is killed, and gets no requests any
-        more. Its host has to end, or routers go on sending decodes to it."""
-        parent = multiprocessing.parent_process()
-        if parent is None:
+    def orphan(self) -> None:
+        """The server that started this engine has ended: the host ends, too."""
+        if self._is_over:
             return
-        try:
-            server = os.pidfd_open(parent.pid)
-        except ProcessLookupError:
-            server = -1
-        if server >= 0:
-            ended = select.poll()
-            ended.register(server, select.POLLIN)
-            ended.poll()
-            os.close(server)
         logger.error("the server that started this engine has ended: its kvferry host ends, too")
         with self._shutting:
             self._orphaned = True
             if self._socket >= 0:
                 _shut(self._socket)
 
-    def _again(self) -> Link:
+    def _again(self) -> HostLink | None:
         pause = PAUSE_S
         while True:
+            if self._is_over:
+                return None
             time.sleep(pause)
+            if self._is_over:
+                return None
             if self._orphaned:
                 sys.exit()
             try:
@@ -150,3 +173,46 @@ class Line:
             except Exception as error:
                 pause = min(2 * pause, PAUSE_MAX_S)
                 logger.warning("%s; again in %.0f s", error, pause)
+
+
+# Those of a process, which is named, and whether its server has ended.
+_lines: weakref.WeakSet[Line] = weakref.WeakSet()
+_watching = threading.Lock()
+_watched: int | None = None
+_is_orphan = False
+
+
+def _orphaned_with_server(line: Line) -> None:
+    """An engine outlives the server that started it if that is killed, and gets no requests any
+    more. Its host has to end, or routers go on sending decodes to it."""
+    global _watched, _is_orphan
+    if multiprocessing.parent_process() is None:
+        return
+    with _watching:
+        if _watched != os.getpid():
+            # Not those of the process that this one is a fork of.
+            _lines.clear()
+            _watched, _is_orphan = os.getpid(), False
+            threading.Thread(target=_watch_server, daemon=True).start()
+        _lines.add(line)
+        is_orphan = _is_orphan
+    if is_orphan:
+        line.orphan()
+
+
+def _watch_server() -> None:
+    global _is_orphan
+    try:
+        server = os.pidfd_open(multiprocessing.parent_process().pid)
+    except ProcessLookupError:
+        server = -1
+    if server >= 0:
+        ended = select.poll()
+        ended.register(server, select.POLLIN)
+        ended.poll()
+        os.close(server)
+    with _watching:
+        _is_orphan = True
+        lines = list(_lines)
+    for line in lines:
+        line.orphan()

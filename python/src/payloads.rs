@@ -6,7 +6,7 @@ use kvferry::sidecar::{
 use kvferry_engine::core::payload::{
     ClaimId, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
 };
-use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyValueError};
+use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use std::collections::BTreeMap;
@@ -27,6 +27,8 @@ fn gone(why: io::Error) -> PyErr {
     match why.kind() {
         // It does not get better by itself.
         ErrorKind::PermissionDenied => PyPermissionError::new_err(why.to_string()),
+        // It may go on, and what this process has of it is still its own.
+        ErrorKind::TimedOut => PyTimeoutError::new_err(why.to_string()),
         _ => PyConnectionError::new_err(why.to_string()),
     }
 }
@@ -53,7 +55,8 @@ fn outcome(py: Python<'_>, outcome: PayloadOutcome) -> PyResult<Bound<'_, PyTupl
 }
 
 /// A connection to the host of a pipeline's payloads. Threads may share it; who waits does not hold
-/// the interpreter's lock. Every call raises ConnectionError once the host is gone.
+/// the interpreter's lock. Every call raises ConnectionError once the host is gone, and TimeoutError if
+/// it stands still.
 #[pyclass(frozen, module = "kvferry._native", name = "PayloadLink")]
 pub(crate) struct PyPayloadLink {
     link: PayloadLink,

@@ -122,7 +122,7 @@ class Buffer(NamedTuple):
 class Encoded:
     """An object as memory to be copied; has references to it, so that a tensor must not change until it is copied."""
 
-    __slots__ = ("buffers", "header", "nbytes")
+    __slots__ = ("buffers", "header", "is_raw", "nbytes", "payload_bytes")
 
     def __init__(self, raw: bool, skeleton: bytes, leaves: list[tuple[int, int, Any]]):
         start = PREAMBLE.size + len(skeleton)
@@ -139,6 +139,9 @@ class Encoded:
             end = offset + nbytes
         # Bytes of the whole.
         self.nbytes = end
+        self.is_raw = raw
+        # Those of a raw payload alone; of another one the whole's.
+        self.payload_bytes = leaves[0][0] if raw else end
         self.header = PREAMBLE.pack(MAGIC, VERSION, raw, len(skeleton), end) + skeleton
 
     def write(self, memory: Any) -> None:
@@ -428,6 +431,15 @@ def decode(memory: Any, holder: Any = None) -> Any:
 def decode_raw(memory: Any, holder: Any = None) -> Raw | None:
     """A raw payload without a copy; None of others."""
     return _opened(memory, holder, _raw)
+
+
+def decode_either(memory: Any, holder: Any = None) -> tuple[Any, int]:
+    """A raw payload as `Raw`, another one as its object; and the bytes of the whole."""
+    return _opened(memory, holder, _either)
+
+
+def _either(reader: _Reader, raw: int, skeleton: bytes) -> tuple[Any, int]:
+    return (_raw if raw else _object)(reader, raw, skeleton), reader.nbytes
 
 
 def _raw(reader: _Reader, raw: int, skeleton: bytes) -> Raw | None:

@@ -4,13 +4,15 @@
 
 in the environment of `./test --omni` (python/tests/omni/requirements.txt) with the package kvferry. Mooncake takes part
 where mooncake-transfer-engine-non-cuda==0.3.13.post1 is installed (PyPI; it needs libibverbs). `mori` is vLLM-Omni's MoRI
-connector over kvferry's stand-in for MoRI. Prints the p50 of put, get and both (from put entered to get returned, with
+connector over kvferry's stand-in for MoRI, `kvferry` the one that this package has. Prints the p50 of put, get and both (from put entered to get returned, with
 the metadata in between over a pipe) in microseconds: the median of the rounds, which the connectors take in turns. The
-bytes of the first payload of each round are compared.
+bytes of the first payload of each round are compared. `copy` is one copy of a payload's bytes, in one process, in the same
+rounds; and of each connector the time of a `get` of what is not there is printed.
 """
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -18,6 +20,7 @@ import os
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -64,7 +67,18 @@ def mori(role: str, port: int) -> Any:
     return MoriTransferEngineConnector(over_zmq(role, port))
 
 
-CONNECTORS = {"shm": shm, "mooncake": mooncake, "mori": mori}
+def kvferry(role: str, port: int) -> Any:
+    from kvferry.omni import KvferryOmniConnector
+
+    # The port is this pair's, and so is the host.
+    own = {"socket": f"{tempfile.gettempdir()}/kvferry-bench-{port}", "deployment": "bench", "pool_bytes": POOL}
+    return KvferryOmniConnector(own | {"stage_id": int(role == "receiver")})
+
+
+CONNECTORS = {"shm": shm, "mooncake": mooncake, "mori": mori, "kvferry": kvferry}
+
+# Polls of what is not there in a round.
+ABSENT = 500
 
 
 def payload(kind: str, size: int) -> Any:
@@ -119,7 +133,10 @@ def receiver(name: str, port: int, pipe: Any) -> None:
     connector = CONNECTORS[name]("receiver", port)
     pipe.send("ready")
     while (work := pipe.recv()) is not None:
-        kind, size, _ = work
+        kind, size, repeats = work
+        if kind == "absent":
+            pipe.send([polled(connector, repeats)])
+            continue
         expected, first = as_bytes(kind, payload(kind, size)), True
         gc.collect()
         while (told := pipe.recv()) is not None:
@@ -138,6 +155,39 @@ def receiver(name: str, port: int, pipe: Any) -> None:
             del got
             pipe.send((ended, ended - begun))
     os._exit(0)
+
+
+def polled(connector: Any, repeats: int) -> float:
+    """Microseconds of a `get` of what is not there; not of the first one."""
+    times = []
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        if connector.get("0", "1", "absent_0_0") is not None:
+            raise RuntimeError("there is something that was not put")
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times[1:]) * 1e6
+
+
+class Copies:
+    """One copy of the bytes of a payload, into memory that is used in turns, as a pool is."""
+
+    def __init__(self):
+        import torch
+
+        self.pool = torch.zeros(POOL, dtype=torch.uint8)
+        self.at = 0
+
+    def round(self, size: int, repeats: int) -> float:
+        data, times = payload("tensor", size), []
+        for _ in range(repeats):
+            if self.at + size > POOL:
+                self.at = 0
+            place = self.pool.data_ptr() + self.at
+            begun = time.perf_counter()
+            ctypes.memmove(place, data.data_ptr(), size)
+            times.append(time.perf_counter() - begun)
+            self.at += -(-size // 64) * 64
+        return statistics.median(times) * 1e6
 
 
 class Pair:
@@ -172,6 +222,10 @@ class Pair:
             pipe.send((kind, size, repeats))
         ready = multiprocessing.connection.wait(self.pipes)
         return self.hear(ready[0])
+
+    def absent(self) -> float:
+        self.pipes[1].send(("absent", 0, ABSENT))
+        return self.hear(self.pipes[1])[0]
 
     def end(self) -> None:
         for pipe in self.pipes:
@@ -231,16 +285,23 @@ def main() -> None:
 
     logging.disable(logging.WARNING)
     pairs = started(args.connectors.split(","))
-    print("kind        bytes  " + "".join(f"{pair.name + ' put / get / total':>36}" for pair in pairs))
+    copies = Copies()
+    print("kind        bytes  " + "".join(f"{pair.name + ' put / get / total':>36}" for pair in pairs) + "      copy")
     for kind in args.kinds.split(","):
         for size in map(int, args.sizes.split(",")):
             repeats = SIZES.get(size, 10)
-            rounds = [[pair.round(kind, size, repeats) for pair in pairs] for _ in range(args.rounds + 1)]
+            rounds, copied = [], []
+            for _ in range(args.rounds + 1):
+                rounds.append([pair.round(kind, size, repeats) for pair in pairs])
+                copied.append(copies.round(size, repeats))
             cells = []
             # Not the first, in which pools meet their pages.
             for each in zip(*rounds[1:], strict=True):
                 cells.append(" / ".join(f"{statistics.median(time):.0f}" for time in zip(*each, strict=True)))
-            print(f"{kind:7}{size:>11}  " + "".join(f"{cell:>36}" for cell in cells), flush=True)
+            copy = statistics.median(copied[1:])
+            print(f"{kind:7}{size:>11}  " + "".join(f"{cell:>36}" for cell in cells) + f"{copy:>10.0f}", flush=True)
+    absent = [statistics.median(pair.absent() for _ in range(args.rounds)) for pair in pairs]
+    print("absent             " + "".join(f"{time:>36.1f}" for time in absent))
     for pair in pairs:
         pair.end()
 

@@ -45,6 +45,9 @@ pub struct CoreConfig {
     pub settings: CoreSettings,
     /// Times and limits of the channels to peers.
     pub channel: ChannelConfig,
+    /// True if there are payloads behind it, about which its peers may have notes.
+    #[serde(default)]
+    pub payloads: bool,
     /// Who it is to peers that speak MoRIIO, if it deals with any.
     pub moriio: Option<MoriioConfig>,
 }
@@ -74,6 +77,7 @@ impl CoreConfig {
             router: None,
             settings: CoreSettings::default(),
             channel: ChannelConfig::default(),
+            payloads: false,
             moriio: None,
         }
     }

@@ -156,7 +156,7 @@ fn a_payload_goes_to_the_host_that_wants_it() {
 #[test]
 fn what_is_lost_on_the_way_or_twice_there_moves_once() {
     let mut bench = HostBench::new(2, 64);
-    bench.cluster.faults = WayFaults { lost: 30, repeated: 30, failed: 20, late: 5 };
+    bench.cluster.faults = WayFaults { lost: 30, repeated: 30, damaged: 10, failed: 20, late: 5 };
     for index in 0..8 {
         bench.put(0, chunk(index), 2 * PAGE, 1);
         bench.want(1, TALKER, chunk(index));
@@ -483,4 +483,21 @@ fn deployments_do_not_meet_on_other_hosts() {
     bench.want(1, TALKER, chunk(0));
     bench.pass(100);
     assert_eq!(bench.arrived().1, TALKER);
+}
+
+#[test]
+fn of_what_was_put_here_nothing_is_looked_for_elsewhere() {
+    let mut bench = HostBench::new(2, 16);
+    bench.join(1, THINKER, "0");
+    for host in [0, 1] {
+        bench.put(host, chunk(0), 5, 1);
+    }
+    bench.want(1, TALKER, chunk(0));
+    assert_eq!(bench.arrived().4, 2);
+    // It may come back.
+    bench.want(1, OTHER, chunk(0));
+    bench.pass(2_000);
+    assert_eq!((bench.told(), bench.cluster.moved), (Vec::new(), 0));
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    assert_eq!(bench.arrived().1, OTHER);
 }

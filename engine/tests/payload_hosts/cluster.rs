@@ -68,6 +68,8 @@ pub(crate) struct WayFaults {
     /// Of a hundred frames.
     pub(crate) lost: u8,
     pub(crate) repeated: u8,
+    /// What is damaged may cost its connection.
+    pub(crate) damaged: u8,
     /// Of a hundred reads.
     pub(crate) failed: u8,
     /// Most milliseconds that something takes.
@@ -93,12 +95,18 @@ pub(crate) struct Cluster {
     random: u64,
     pub(crate) answers: Vec<(usize, PayloadClient, PayloadAnswer)>,
     pub(crate) misuses: u32,
+    /// Frames that were damaged.
+    damaged: u64,
     /// Bytes that moved between hosts.
     pub(crate) moved: u64,
 }
 
 pub(crate) fn prefill_name(host: usize) -> EngineId {
     format!("payload-{host}-p").as_str().into()
+}
+
+pub(crate) fn decode_name(host: usize) -> EngineId {
+    format!("payload-{host}-d").as_str().into()
 }
 
 fn control(host: usize) -> Endpoint {
@@ -142,6 +150,7 @@ impl Cluster {
             random: seed,
             answers: Vec::new(),
             misuses: 0,
+            damaged: 0,
             moved: 0,
         };
         for host in 0..hosts {
@@ -158,7 +167,7 @@ impl Cluster {
     fn instance(&self, host: usize, role: Role, life: u32) -> Instance {
         let name = match role {
             Role::Prefill => prefill_name(host),
-            Role::Decode => format!("payload-{host}-d").as_str().into(),
+            Role::Decode => decode_name(host),
         };
         let incarnation = Incarnation(life.into());
         let mut config = CoreConfig::new(role, name, incarnation, pool_geometry(), control(host));
@@ -314,7 +323,10 @@ impl Cluster {
             }
             InstanceEffect::Data { command, .. } => return self.data(host, part, command),
             InstanceEffect::Prefill(PrefillEffect::Violation(violation))
-            | InstanceEffect::Decode(DecodeEffect::Violation(violation)) => panic!("{violation}"),
+            | InstanceEffect::Decode(DecodeEffect::Violation(violation)) => {
+                assert!(self.damaged > 0, "{violation}");
+                return;
+            }
             _ => return,
         };
         self.tell(host, HostPart::Payload, ClusterInput::Payload(told));
@@ -346,7 +358,12 @@ impl Cluster {
                 }
                 let copies = if self.chance(self.faults.repeated) { 2 } else { 1 };
                 for _ in 0..copies {
-                    let parts = vec![frame.clone()];
+                    let mut parts = vec![frame.clone()];
+                    if self.chance(self.faults.damaged) {
+                        let at = self.random(frame.len() as u64) as usize;
+                        parts[0].truncate(at);
+                        self.damaged += 1;
+                    }
                     self.link_event(other, ControlEvent::Frame { link: other.2, parts });
                 }
             }

@@ -40,9 +40,11 @@ fn step() -> impl Strategy<Value = HostStep> {
         ),
         1 => ((0..3usize, 0..3usize), prop_oneof![0..200u64, 0..12_000u64])
             .prop_map(|(hosts, ms)| HostStep::Cut { hosts, ms }),
-        2 => (0..60u8, 0..30u8, 0..40u8, 0..40u8).prop_map(|(lost, repeated, failed, late)| {
-            HostStep::Faults(WayFaults { lost, repeated, failed, late })
-        }),
+        2 => (0..60u8, 0..30u8, prop_oneof![Just(0), 0..60u8], 0..40u8, 0..40u8).prop_map(
+            |(lost, repeated, damaged, failed, late)| {
+                HostStep::Faults(WayFaults { lost, repeated, damaged, failed, late })
+            }
+        ),
         2 => (0..3usize, any::<u8>(), 0..30u64, key)
             .prop_map(|(host, what, number, key)| HostStep::Lie { host, what, number, key }),
         9 => prop_oneof![0..30u64, 0..3_000u64].prop_map(|ms| HostStep::Wait { ms }),
@@ -102,11 +104,12 @@ proptest! {
     #[test]
     fn what_arrives_at_any_host_is_what_was_put_and_nothing_is_lost(
         hosts in 2..4usize,
+        lies in any::<bool>(),
         config in config(),
         seed in any::<u64>(),
         steps in vec(step(), 1..120),
     ) {
-        let mut world = HostWorld::new(hosts, config, seed);
+        let mut world = HostWorld::new(hosts, lies, config, seed);
         for step in steps {
             world.step(within(hosts, step));
         }

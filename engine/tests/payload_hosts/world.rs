@@ -1,6 +1,6 @@
 //! Clients on several hosts, and what has to hold.
 
-use crate::cluster::{Cluster, PAGE, WayFaults, prefill_name};
+use crate::cluster::{Cluster, PAGE, WayFaults, decode_name, prefill_name};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::payload::*;
@@ -65,7 +65,7 @@ pub(crate) enum HostStep {
         ms: u64,
     },
     Faults(WayFaults),
-    /// A host that nobody knows says what it may not.
+    /// The liar says what it may not, or somebody does whom nobody knows.
     Lie {
         host: usize,
         what: u8,
@@ -119,6 +119,8 @@ pub(crate) struct HostWorld {
     latest: BTreeMap<(usize, usize, PayloadKey), u64>,
     ended: BTreeSet<(usize, PayloadStream)>,
     next: u64,
+    /// A host without clients, for which somebody else speaks.
+    liar: Option<usize>,
     lies: u32,
 }
 
@@ -137,7 +139,8 @@ fn key((request, chunk): (u8, u8)) -> PayloadKey {
 }
 
 impl HostWorld {
-    pub(crate) fn new(hosts: usize, config: PayloadConfig, seed: u64) -> HostWorld {
+    /// With a liar, the last host is it.
+    pub(crate) fn new(hosts: usize, lies: bool, config: PayloadConfig, seed: u64) -> HostWorld {
         let cluster = Cluster::new(hosts, config.clone(), seed, |config| {
             config.settings.lease = Nanos::from_secs(2);
             config.settings.orphan = Nanos::from_secs(2);
@@ -150,10 +153,11 @@ impl HostWorld {
             latest: BTreeMap::new(),
             ended: BTreeSet::new(),
             next: 0,
+            liar: lies.then(|| hosts - 1),
             lies: 0,
         };
         for host in 0..hosts {
-            let clients = (0..CLIENTS.len()).map(|client| world.begin(host, client)).collect();
+            let clients = world.begin_all(host);
             world.clients.push(clients);
         }
         world
@@ -162,6 +166,11 @@ impl HostWorld {
     fn fresh(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+
+    fn begin_all(&mut self, host: usize) -> Vec<HostClient> {
+        let clients = if self.liar == Some(host) { 0 } else { CLIENTS.len() };
+        (0..clients).map(|client| self.begin(host, client)).collect()
     }
 
     fn begin(&mut self, host: usize, client: usize) -> HostClient {
@@ -233,7 +242,8 @@ impl HostWorld {
         let client = &mut self.clients[host][at];
         let deployment = client.deployment;
         assert!(client.wants.remove(key).is_some(), "{key} was wanted");
-        if *failure == PayloadFailure::Ended {
+        // Of what nobody has begun a liar is believed.
+        if *failure == PayloadFailure::Ended && self.liar.is_none() {
             assert!(self.ended.contains(&(deployment, key.stream.clone())), "{key}");
         }
     }
@@ -313,6 +323,8 @@ impl HostWorld {
     }
 
     fn want(&mut self, (host, client): (usize, usize), key: PayloadKey, from: Option<usize>) {
+        // Nobody of the stage is ever there.
+        let from = from.filter(|from| self.liar != Some(*from));
         let Some(state) = self.clients[host].get_mut(client) else { return };
         if !state.claims.iter().any(|claim| claim.key == key && !claim.is_taken) {
             state.wants.entry(key.clone()).or_insert(from);
@@ -396,27 +408,38 @@ impl HostWorld {
         self.puts.values_mut().filter(|put| put.host == host).for_each(|put| put.is_over = true);
         self.wait(down_ms);
         self.cluster.restart(host);
-        self.clients[host] = (0..CLIENTS.len()).map(|client| self.begin(host, client)).collect();
+        self.clients[host] = self.begin_all(host);
     }
 
+    /// The liar has a connection, and says to this host what it likes; or somebody does whom
+    /// nobody knows.
     fn lie(&mut self, host: usize, what: u8, number: u64, key: PayloadKey) {
         if !self.cluster.hosts[host].is_up {
             return;
         }
         let deployment = (what / 64 % 2).to_string();
         let place = ScopedKey { deployment: deployment.as_str().into(), key };
+        let (to_source, is_known) = (what & 8 == 0, what & 32 == 0);
         let note = match what % 8 {
             0 => PayloadNote::Done { number, got: true },
             1 => PayloadNote::Done { number, got: false },
             2 => PayloadNote::Unwant { place },
             3 => PayloadNote::Missing { place, failure: PayloadFailure::CleanedUp },
+            4 if to_source => PayloadNote::Want { place },
             4 => PayloadNote::Absent { place, has_stage: what & 16 == 0 },
-            5 => PayloadNote::Offer { place, number, bytes: PAGE, generation: number },
+            5 => PayloadNote::Offer { place, number, bytes: number * 999, generation: number },
             6 => PayloadNote::Settled { number },
             _ => PayloadNote::Missing { place, failure: PayloadFailure::Ended },
         };
+        let wrap = if to_source { PayloadInput::PrefillPeer } else { PayloadInput::DecodePeer };
+        self.lies += 1;
+        if let Some(liar) = self.liar.filter(|liar| is_known && *liar != host) {
+            let peer = if to_source { decode_name(liar) } else { prefill_name(liar) };
+            let incarnation = Incarnation(self.cluster.hosts[liar].life.into());
+            self.cluster.payload(host, wrap(DirectoryNews::Told { peer, incarnation, note }));
+            return self.answers();
+        }
         let (peer, incarnation): (EngineId, _) = ("stranger".into(), Incarnation(number));
-        let wrap = if what & 8 == 0 { PayloadInput::PrefillPeer } else { PayloadInput::DecodePeer };
         let failure = Failure::PeerSilent;
         let known = Some(incarnation);
         for news in [
@@ -427,12 +450,14 @@ impl HostWorld {
             self.cluster.payload(host, wrap(news));
         }
         self.answers();
-        self.lies += 1;
     }
 
     fn wait(&mut self, ms: u64) {
         let until = self.cluster.now + Nanos::from_ms(ms);
+        let mut steps = 0;
         while self.cluster.step(until) {
+            steps += 1;
+            assert!(steps < 200_000, "somebody has no rest");
             self.expire();
             self.answers();
         }

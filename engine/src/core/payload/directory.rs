@@ -140,7 +140,10 @@ impl PayloadCore {
             return;
         }
         let mut wanted = BTreeSet::new();
-        for (_, source) in self.clients_waiting(place) {
+        // Of what was put here nobody else has more.
+        let is_here = self.payloads.get(place).is_some_and(|payload| payload.origin.is_none())
+            && !planted!("what-was-put-here-is-looked-for-elsewhere");
+        for (_, source) in self.clients_waiting(place).into_iter().filter(|_| !is_here) {
             match source {
                 WantSource::Anybody => wanted.extend(self.sources.keys().cloned()),
                 WantSource::Host(host) => {
@@ -335,8 +338,10 @@ impl PayloadCore {
         place: &ScopedKey,
         turn: &mut PayloadTurn<'_>,
     ) {
-        self.timers.arm_if_idle(PayloadTimer::Ask(place.clone()), turn.now + ASK_PAUSE);
-        self.set_ask(host, place, AskState::Full);
+        if self.asks.contains_key(place) {
+            self.timers.arm_if_idle(PayloadTimer::Ask(place.clone()), turn.now + ASK_PAUSE);
+            self.set_ask(host, place, AskState::Full);
+        }
     }
 
     /// Whether an answer of the host is due.

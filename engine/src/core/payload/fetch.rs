@@ -238,7 +238,13 @@ impl PayloadCore {
                 self.fetch_is_over(&place, Some(&failure), turn);
                 turn.push(PayloadEffect::FetchFailed { peer, failure });
             }
-            _ => self.fetch_is_over(&place, None, turn),
+            failure => {
+                if !got && failure.is_none() {
+                    // It came, and could not be used: not again at once.
+                    self.ask_later(&host, &place, turn);
+                }
+                self.fetch_is_over(&place, None, turn);
+            }
         }
     }
 

@@ -267,9 +267,10 @@ impl PayloadCore {
         if let Some(number) = self.source.open.get(&(place.clone(), host)) {
             return self.lend_again(*number, turn);
         }
-        let Some(of) = self.source.hosts.get(&host).filter(|of| !of.wants.contains(&place)) else {
-            return;
-        };
+        let Some(of) = self.source.hosts.get(&host) else { return };
+        if of.wants.contains(&place) {
+            return self.tell_absent(host, place, turn);
+        }
         let has = of.wants.len() + of.loans as usize;
         let full = if place.text_len() > REMOTE_NAMES_MAX {
             Some("bytes in the names of a payload that another host wants")
@@ -281,7 +282,6 @@ impl PayloadCore {
             None
         };
         let overload = full.map(|what| PayloadFailure::Overload(what.into()));
-        let is_copy = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_some());
         if let Some(failure) = overload.or_else(|| self.over(&place)) {
             return self.tell_missing(host, &place, &failure, turn);
         }
@@ -289,13 +289,16 @@ impl PayloadCore {
             of.wants.insert(place.clone());
         }
         self.await_payload(PayloadReceiver::Host(host), WantSource::Here, &place, turn);
-        let stage = ScopedStage {
-            deployment: place.deployment.clone(),
-            stage: place.key.stream.from.clone(),
-        };
-        let is_there = self.payloads.contains_key(&place) && !is_copy;
-        if !is_there && self.producers.get(&place.stream()).is_none() {
-            let has_stage = self.stages.contains_key(&stage);
+        self.tell_absent(host, place, turn);
+    }
+
+    /// Tells a host that waits if nobody here has begun the stream.
+    fn tell_absent(&self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let is_put = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_none());
+        let waits = self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place));
+        if waits && !is_put && self.producers.get(&place.stream()).is_none() {
+            let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
+            let has_stage = self.stages.contains_key(&ScopedStage { deployment, stage });
             self.tell_receiver(host, PayloadNote::Absent { place, has_stage }, turn);
         }
     }

@@ -134,9 +134,10 @@ def test_r3_o9_a_middle_stage_gets_and_puts_with_one_object(pipeline):
 
 def timed_polls(here: Any, metadata: Any) -> list[float]:
     times = []
+    key = f"absent {bool(metadata)}_0_0"
     for _ in range(200):
         begun = time.monotonic()
-        assert here.connector.get("0", "1", "absent_0_0", metadata) is None
+        assert here.connector.get("0", "1", key, metadata) is None
         times.append(time.monotonic() - begun)
     return times
 
@@ -151,6 +152,10 @@ def test_r4_an_absent_payload_is_not_waited_for(pipeline):
     assert times[0] >= 0.009
     assert sorted(times)[len(times) // 2] < 0.009
     assert receiver(health)["outcomes"]["not_ready"] == 200
+    # Nor does the first one where nobody says that it is there.
+    patient = pipeline.stage(1, get_wait_ms=1000)
+    for metadata in (None, {"source_host": "h", "source_port": 1}):
+        assert max(patient(timed_polls, metadata)) < 0.9
 
 
 def with_deadline(here: Any, key: str, seconds: float) -> tuple[float, Any]:

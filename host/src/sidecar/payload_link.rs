@@ -97,6 +97,8 @@ pub struct PayloadLink {
     heard: Condvar,
     /// The socket once more, to sleep on without the state.
     socket: OwnedFd,
+    /// Whose it is: a fork has it, too.
+    process: u32,
 }
 
 #[derive(Debug)]
@@ -288,7 +290,8 @@ impl PayloadLink {
             wants: HashMap::new(),
             abandoned: HashMap::new(),
         };
-        Ok(PayloadLink { state: Mutex::new(state), heard: Condvar::new(), socket })
+        let process = std::process::id();
+        Ok(PayloadLink { state: Mutex::new(state), heard: Condvar::new(), socket, process })
     }
 
     fn state(&self) -> MutexGuard<'_, LinkState> {
@@ -550,7 +553,10 @@ impl PayloadLink {
 
 impl Drop for PayloadLink {
     fn drop(&mut self) {
-        self.close();
+        // What a fork lets go of its parent may be using.
+        if self.process == std::process::id() {
+            self.close();
+        }
     }
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvferry.omni import KvferryOmniConnector, PayloadLost, settings
+from kvferry.omni import KvferryOmniConnector, PayloadLost, sending, settings
 from kvferry.omni.keys import parsed
 from objects import DTYPES, anything, same, stored, tensor
 from stages import close, drop, get, health, keep, kept, lost, plain, poll, put, wait_for
@@ -134,9 +134,10 @@ def test_r3_o9_a_middle_stage_gets_and_puts_with_one_object(pipeline):
 
 def timed_polls(here: Any, metadata: Any) -> list[float]:
     times = []
+    key = f"absent {bool(metadata)}_0_0"
     for _ in range(200):
         begun = time.monotonic()
-        assert here.connector.get("0", "1", "absent_0_0", metadata) is None
+        assert here.connector.get("0", "1", key, metadata) is None
         times.append(time.monotonic() - begun)
     return times
 
@@ -151,6 +152,10 @@ def test_r4_an_absent_payload_is_not_waited_for(pipeline):
     assert times[0] >= 0.009
     assert sorted(times)[len(times) // 2] < 0.009
     assert receiver(health)["outcomes"]["not_ready"] == 200
+    # Nor does the first one where nobody says that it is there.
+    patient = pipeline.stage(1, get_wait_ms=1000)
+    for metadata in (None, {"source_host": "h", "source_port": 1}):
+        assert max(patient(timed_polls, metadata)) < 0.9
 
 
 def with_deadline(here: Any, key: str, seconds: float) -> tuple[float, Any]:
@@ -300,6 +305,7 @@ def test_r11_one_line_says_what_payloads_go_by(pipeline):
         ({"require_fabric": True, "backend_type": "xgmi"}, "backend_type xgmi: payloads move through"),
         ({"require_fabric": 7}, 'require_fabric = 7: it has to be "host", or true'),
         ({"pool_byte": 1}, 'pool_byte: there is no such key; did you mean "pool_bytes"?'),
+        ({"memory_pool_sizes": 1}, 'did you mean "memory_pool_size"?'),
         ({"deploymnet": "a"}, 'did you mean "deployment"?'),
         ({"pool_bytes": "1 GB"}, "pool_bytes = '1 GB': it has to be a number of bytes"),
         ({"pool_bytes": 1 << 20, "memory_pool_size": 1 << 21}, "the same thing"),
@@ -563,6 +569,22 @@ def test_a_chunk_that_is_not_put_ends_its_stream(pipeline):
     # The next request with this id begins anew.
     assert sender(put, "r_0_0", ["new"])[0]
     assert receiver(get, "r_0_0") == ["new"]
+
+
+def forgotten_soon(here: Any) -> None:
+    """As when a minute has passed."""
+    sending.FIRST_GIVEN_UP_S = 0.0
+
+
+def test_a_first_chunk_that_is_not_put_ends_its_stream_for_a_while(pipeline):
+    """Which chunk comes next under its key, or whether it is another request, cannot be seen."""
+    sender, receiver = pipeline.stage(0, put_wait_s=0), pipeline.stage(1)
+    assert not sender(put, "r_0_0", torch.empty(32 << 20, dtype=torch.uint8))[0]
+    assert not sender(put, "r_0_0", ["the second chunk"])[0]
+    assert receiver(lost, "r_0_0") == "given-up"
+    sender(forgotten_soon)
+    assert sender(put, "r_0_0", ["another request"])[0]
+    assert receiver(get, "r_0_0") == ["another request"]
 
 
 def test_a_whole_payload_that_was_not_put_may_be_put_again(pipeline):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvferry._native import PayloadLink
 from kvferry.omni import KvferryOmniConnector, PayloadLost
 from kvferry.omni.keys import parsed
 from stages import Stage, close, drop, get, health, hosts, keep, kept, lost, poll, put, wait_for, want
@@ -156,10 +157,12 @@ def untaken(here: Any, key: str) -> bytes:
 
 def test_r7_o5_what_a_receiver_did_not_take_is_there_for_the_next(pipeline):
     sender, first, second, third = pipeline.stage(0), pipeline.stage(1), pipeline.stage(1), pipeline.stage(1)
-    sender(put, "k", [b"bytes"])
-    assert b"bytes" in first(untaken, "k")
+    sender(put, "k", torch.arange(5))
+    there = first(untaken, "k")
     first.kill()
-    assert second(get, "k") == [b"bytes"]
+    second(keep, "k")
+    assert second(kept, "k")[1].numpy().tobytes() in there
+    # It has had it, whatever becomes of it.
     second.kill()
     assert third(lost, "k") == "taken"
 
@@ -233,6 +236,13 @@ def test_a_lost_host_is_said_at_once_and_replaced(pipeline):
         assert receiver(get, f"next_0_{chunk}") == [chunk]
 
 
+def test_r11_health_sees_by_itself_that_the_host_is_gone(pipeline):
+    stage = pipeline.stage(0)
+    pipeline.lose_host()
+    found = wait_for(lambda: (found := stage(health))["status"] == "unhealthy" and found)
+    assert "host is gone" in found["error"]
+
+
 def test_what_was_got_outlives_the_host(pipeline):
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     sender(put, "k", {"a": torch.arange(1000)})
@@ -288,6 +298,24 @@ def test_a_fork_does_not_share_a_connection(pipeline):
     assert f"was made by process {middle.pid}, of which this one is a fork" in middle(forked)
     assert torch.equal(last(get, "of the parent", ("1", "2"))["a"], torch.arange(5))
     assert last(poll, "of a fork", ("1", "2")) is None
+
+
+def let_go_in_a_fork(here: Any, extra: dict[str, Any]) -> bool:
+    link = PayloadLink.connect(extra["socket"], "tests", "1")
+    link.wait_ready(MINUTE_S)
+    if os.fork() == 0:
+        del link
+        gc.collect()
+        os._exit(0)
+    os.wait()
+    slot, _ = link.reserve(100_000, MINUTE_S)
+    link.give_back(slot)
+    return slot is not None
+
+
+def test_what_a_fork_lets_go_of_stays_open(pipeline):
+    pipeline.stage(0)
+    assert pipeline.bare()(let_go_in_a_fork, pipeline.extra(1))
 
 
 def many(here: Any, extra: dict[str, Any]) -> tuple[int, int]:

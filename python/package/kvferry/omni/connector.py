@@ -10,7 +10,7 @@ from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorB
 from kvferry.log import logger_of
 from kvferry.omni import hooks, settings
 from kvferry.omni.channel import Channels
-from kvferry.omni.keys import of_internal, parsed
+from kvferry.omni.keys import PayloadKey, of_internal, parsed
 from kvferry.omni.outcomes import OutcomeCounts, PayloadLost
 from kvferry.omni.receiving import Receiver
 from kvferry.omni.sending import Sender
@@ -18,6 +18,9 @@ from kvferry.omni.sending import Sender
 __all__ = ["KvferryOmniConnector", "PayloadLost"]
 
 logger = logger_of(__name__)
+
+# A key that nobody asks for.
+NOTHING = PayloadKey("", "", "", None)
 
 
 class KvferryOmniConnector(OmniConnectorBase):
@@ -170,6 +173,8 @@ class KvferryOmniConnector(OmniConnectorBase):
         host: dict[str, Any] = {}
         if channel is not None:
             with channels.at(channel):
+                # Which says so if it is gone.
+                channel.link.poll(NOTHING)
                 host = channel.link.stats()
             # Unless that failed.
             channel = channels.current()

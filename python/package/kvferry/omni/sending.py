@@ -1,5 +1,6 @@
 """What a stage puts."""
 
+import time
 from typing import Any
 
 from kvferry.log import logger_of
@@ -10,6 +11,10 @@ from kvferry.omni.keys import PayloadKey
 from kvferry.omni.outcomes import OutcomeCounts, Remembered
 
 logger = logger_of(__name__)
+
+# A stream whose first chunk was not put: whether what comes next under its key is the second one, as vLLM-Omni has it, or the
+# first one of a request with the same id, cannot be seen. Requests whose chunk was not put are over by then.
+FIRST_GIVEN_UP_S = 60.0
 
 HOST_LOST = "the host that had chunks of it was lost"
 
@@ -24,7 +29,7 @@ class Sender:
         self.counts = counts
         # Streams that were put into, and incarnation of the host that has it.
         self._open: Remembered = Remembered()
-        # Streams of which nothing is put any more: from which chunk on, and why.
+        # Streams of which nothing is put any more: from which chunk on, why, and since when.
         self._given_up: Remembered = Remembered()
         # Those of which no host has been told yet.
         self._untold: Remembered = Remembered()
@@ -33,9 +38,9 @@ class Sender:
     def put(self, key: PayloadKey, data: Any) -> tuple[bool, int, dict[str, Any] | None]:
         channel = self.channels.current()
         if key.chunk is not None and (known := self._given_up.get(key.stream)) is not None:
-            since, why = known
+            since, why, at = known
             # One that begins anew is of another request with the same id.
-            if key.chunk or not since:
+            if key.chunk or not since and time.monotonic() - at < FIRST_GIVEN_UP_S:
                 self.counts.failed("given-up", f"{key}: {why}")
                 return False, 0, None
         if channel is None:
@@ -99,7 +104,7 @@ class Sender:
     def _give_up(self, stream: Stream, chunk: int, why: str) -> None:
         """Of a stream nothing is put any more from this chunk on."""
         with self.channels.lock:
-            self._given_up[stream] = chunk, why
+            self._given_up[stream] = chunk, why, time.monotonic()
             self._open.pop(stream, None)
             self._end(stream, why)
 

@@ -113,7 +113,7 @@ def _check_keys(extra: dict[str, Any]) -> None:
     for key in extra:
         if key in OWN or OTHERS.fullmatch(str(key)):
             continue
-        if nearest := difflib.get_close_matches(str(key), OWN, 1, 0.7):
+        if nearest := difflib.get_close_matches(str(key), (*OWN, "memory_pool_size"), 1, 0.7):
             raise ValueError(f'KvferryOmniConnector: {key}: there is no such key; did you mean "{nearest[0]}"?')
 
 

@@ -4,6 +4,7 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment,
 //! which wins over the file, which wins over the default.
 
+use super::mori_settings::{MoriGiven, MoriStageSettings};
 use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
 use crate::process::logs::{LogArgs, LogFormat};
@@ -32,7 +33,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 20] = [
     "socket",
     "metrics",
     "secret_file",
@@ -49,6 +50,9 @@ const KEYS: [&str; 17] = [
     "state",
     "payload_pool",
     "payload_hold_ms",
+    "payload_mori_listen",
+    "payload_mori_deployment",
+    "payload_mori_backend",
     "idle_s",
 ];
 
@@ -126,6 +130,8 @@ pub(crate) struct ConfigLayer {
     /// Milliseconds for which a payload waits for its receivers, 0 for ever; 300000 by default
     #[arg(long, value_name = "N", value_parser = payload_hold_ms)]
     payload_hold_ms: Option<u64>,
+    #[command(flatten)]
+    mori: MoriGiven,
     /// End when no process of a stage has been there for so many seconds; if not given, with SIGTERM
     #[arg(long, value_name = "N", value_parser = idle_s)]
     idle_s: Option<u64>,
@@ -155,7 +161,7 @@ pub(crate) struct SidecarConfig {
 }
 
 /// What a host for the payloads of stages is to be.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct PayloadSettings {
     /// Bytes of its pool.
     pub(crate) pool: u64,
@@ -163,6 +169,8 @@ pub(crate) struct PayloadSettings {
     pub(crate) hold: Nanos,
     /// It ends when no process has been there for so long, if that is given.
     pub(crate) idle: Option<Duration>,
+    /// Stages whose connector is vLLM-Omni's for MoRI, if they are served.
+    pub(crate) mori: Option<MoriStageSettings>,
 }
 
 /// What the operator of a host says of how it serves an engine.
@@ -177,7 +185,11 @@ pub(crate) struct OperatorConfig {
 }
 
 /// A text that is not empty.
-fn filled<T: for<'a> From<&'a str>>(key: &str, what: &str, text: &str) -> Result<T, String> {
+pub(super) fn filled<T: for<'a> From<&'a str>>(
+    key: &str,
+    what: &str,
+    text: &str,
+) -> Result<T, String> {
     match text {
         "" => Err(format!("{key} = \"\": it has to be {what}")),
         text => Ok(text.into()),
@@ -310,6 +322,7 @@ impl ConfigLayer {
             "state" => self.state = Some(state(text)?),
             "payload_pool" => self.payload_pool = Some(payload_pool(text)?),
             "payload_hold_ms" => self.payload_hold_ms = Some(payload_hold_ms(text)?),
+            key if self.mori.set(key, text)? => {}
             "idle_s" => self.idle_s = Some(idle_s(text)?),
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
@@ -337,6 +350,7 @@ impl ConfigLayer {
             state: self.state.or(other.state),
             payload_pool: self.payload_pool.or(other.payload_pool),
             payload_hold_ms: self.payload_hold_ms.or(other.payload_hold_ms),
+            mori: self.mori.or(other.mori),
             idle_s: self.idle_s.or(other.idle_s),
         }
     }
@@ -462,7 +476,8 @@ impl HostArgs {
         let strangers = env.into_keys().filter(|name| !known.contains(&&**name)).collect();
         let hold = given.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
         let idle = given.idle_s.map(Duration::from_secs);
-        let payloads = given.payload_pool.map(|pool| PayloadSettings { pool, hold, idle });
+        let mori = given.mori.settings(given.payload_pool.is_some())?;
+        let payloads = given.payload_pool.map(|pool| PayloadSettings { pool, hold, idle, mori });
         let (default, logs) = (HostConfig::default(), LogArgs::default());
         Ok(SidecarConfig {
             socket: given.socket,

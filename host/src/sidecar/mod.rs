@@ -15,6 +15,8 @@ mod gateway;
 mod kernel_waiter;
 mod last_error;
 mod metrics;
+mod mori_settings;
+mod mori_stages;
 pub(crate) mod ownership;
 mod payload_link;
 pub mod proto;
@@ -53,9 +55,11 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
+use mori_stages::MoriStages;
 use socket::{ListeningSocket, ServesClients};
-use stages::{StageConfig, StageGateway};
+use stages::{MoriStarted, StageConfig, StageGateway};
 use std::path::Path;
+use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// Logs to stderr from now on, in the form and from the level that this environment gives `kvferry
@@ -91,15 +95,23 @@ async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError
     let place = socket::listen(socket).map_err(CommandError::Input)?;
     let clock = monotonic_clock();
     let (over, left) = oneshot::channel();
-    let Some(stages) = config.payloads.map(stage_config) else {
+    let Some(stages) = config.payloads.clone().map(stage_config) else {
         let about = (clock, incarnations::now_us());
         let gateway = Gateway::start(about, config.operator.clone(), over);
         tracing::info!(socket = %socket.display(), "waiting for an engine");
         return attend(config, (&place, gateway), left).await;
     };
-    let pool = payload_pool(stages.payloads.pool).map_err(CommandError::Input)?;
+    let mori = stages.mori.clone();
+    let planes = mori.as_ref().map(|mori| mori.listen(&config.operator.fabric));
+    let planes = planes.transpose().map_err(CommandError::Input)?;
+    let pool = Arc::new(payload_pool(stages.payloads.pool).map_err(CommandError::Input)?);
     let bytes = pool.len();
-    let gateway = StageGateway::start(clock, (stages, pool), over);
+    let (gateway, metrics) = StageGateway::start(clock.clone(), (stages, pool.clone()), over);
+    if let (Some(mori), Some(planes)) = (&mori, planes) {
+        let address = gateway.address();
+        let served = MoriStages::start(clock, (planes, pool), (mori, metrics), address.clone());
+        address.do_send(MoriStarted(served));
+    }
     tracing::info!(socket = %socket.display(), pool = bytes, "waiting for stages");
     attend(config, (&place, gateway), left).await
 }
@@ -138,10 +150,10 @@ fn payload_pool(bytes: u64) -> Result<MemfdPool, String> {
     MemfdPool::new(bytes, HugePages::Try).map_err(|why| format!("payload_pool = {bytes}: {why}"))
 }
 
-fn stage_config(PayloadSettings { pool, hold, idle }: PayloadSettings) -> StageConfig {
+fn stage_config(PayloadSettings { pool, hold, idle, mori }: PayloadSettings) -> StageConfig {
     let payloads = PayloadConfig { pool, hold, ..PayloadConfig::default() };
     let incarnation = Incarnation::begin(incarnations::now_us(), None);
-    StageConfig { payloads, incarnation, idle }
+    StageConfig { payloads, incarnation, idle, mori }
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

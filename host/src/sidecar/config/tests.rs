@@ -1,6 +1,7 @@
 //! Which source wins, and what is said of mistakes.
 
 use super::*;
+use crate::sidecar::mori_settings::StageFabric;
 use clap::Parser;
 
 #[derive(Parser)]
@@ -41,7 +42,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 17] = [
+const SAID: [(&str, &str, [&str; 3]); 20] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -62,6 +63,9 @@ const SAID: [(&str, &str, [&str; 3]); 17] = [
     ("state", "kvferry", ["/file", "/env", "/flag"]),
     ("payload_pool", "", ["4096", "8192", "1"]),
     ("payload_hold_ms", "300000", ["0", "7", "8"]),
+    ("payload_mori_listen", "", ["h:1", "h:2", "h:3"]),
+    ("payload_mori_deployment", "", ["a", "b", "c"]),
+    ("payload_mori_backend", "", ["mori-rdma", "host", "mori-rdma"]),
     ("idle_s", "", ["0", "7", "8"]),
 ];
 
@@ -106,6 +110,19 @@ fn value(config: &SidecarConfig, key: &str) -> String {
         "payload_pool" => of_payloads(config, |payloads| Some(payloads.pool)),
         "payload_hold_ms" => of_payloads(config, |payloads| Some(payloads.hold.0 / 1_000_000)),
         "idle_s" => of_payloads(config, |payloads| Some(payloads.idle?.as_secs())),
+        "payload_mori_listen" => of_payloads(config, |payloads| {
+            let MoriStageSettings { listen: (host, port), .. } = payloads.mori.as_ref()?;
+            Some(format!("{host}:{port}"))
+        }),
+        "payload_mori_deployment" => {
+            of_payloads(config, |payloads| Some(payloads.mori.as_ref()?.deployment.clone()))
+        }
+        "payload_mori_backend" => of_payloads(config, |payloads| {
+            Some(match payloads.mori.as_ref()?.fabric {
+                StageFabric::Host => "host",
+                StageFabric::MoriRdma => "mori-rdma",
+            })
+        }),
         _ => panic!("{key} is not looked at"),
     }
 }
@@ -115,9 +132,14 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
     assert_eq!(SAID.map(|(key, ..)| key), KEYS);
     for (key, default, [file, variable_text, flag]) in SAID {
         // All numbers and truth values are taken as texts, too.
+        let (listen, deployment) =
+            ("payload_mori_listen = \"h:9\"", "payload_mori_deployment = \"z\"");
         let pool = match key {
-            "payload_hold_ms" | "idle_s" => "payload_pool = 1\n",
-            _ => "",
+            "payload_hold_ms" | "idle_s" => "payload_pool = 1\n".into(),
+            "payload_mori_listen" => format!("payload_pool = 1\n{deployment}\n"),
+            "payload_mori_deployment" => format!("payload_pool = 1\n{listen}\n"),
+            "payload_mori_backend" => format!("payload_pool = 1\n{listen}\n{deployment}\n"),
+            _ => String::new(),
         };
         let file = TempFile::new(key, &format!("{key} = \"{file}\"\n{pool}"));
         let from_file = value(&parsed(&file.flags()).resolve([]).expect("valid"), key);

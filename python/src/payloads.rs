@@ -6,6 +6,7 @@ use kvferry::sidecar::{
 use kvferry_engine::core::payload::{
     ClaimId, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
 };
+use kvferry_engine::fabric::Endpoint;
 use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -162,6 +163,13 @@ impl PyPayloadLink {
     fn want(&self, py: Python<'_>, key: KeyTuple, producer: Option<u32>) -> PyResult<()> {
         let producer = producer.map(PayloadClient);
         py.detach(|| self.link.want(&key_of(key), producer)).map_err(gone)
+    }
+
+    /// The same of a payload that is at a stage whose connector is vLLM-Omni's for MoRI and listens
+    /// there.
+    fn fetch(&self, py: Python<'_>, key: KeyTuple, host: &str, port: u16) -> PyResult<()> {
+        let sender = Endpoint::tcp(host, port);
+        py.detach(|| self.link.fetch(&key_of(key), sender)).map_err(gone)
     }
 
     /// What became of a payload, once: ("arrived", claim, offset, bytes of the slot, generation) or

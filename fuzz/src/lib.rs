@@ -5,6 +5,7 @@ pub mod admitted;
 pub mod descriptors;
 pub mod moriio;
 pub mod native;
+pub mod omni_mori;
 pub mod request_id;
 pub mod scenario;
 pub mod seeds;
@@ -25,6 +26,7 @@ pub struct FuzzTarget {
 pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "moriio", run: moriio::run, seeds: seeds::moriio },
     FuzzTarget { name: "native", run: native::run, seeds: seeds::native },
+    FuzzTarget { name: "omni_mori", run: omni_mori::run, seeds: seeds::omni_mori },
     FuzzTarget { name: "descriptors", run: descriptors::run, seeds: seeds::descriptors },
     FuzzTarget { name: "request_id", run: request_id::run, seeds: seeds::request_ids },
     FuzzTarget { name: "scenario", run: scenario::run, seeds: seeds::scenarios },

@@ -73,6 +73,16 @@ pub fn moriio() -> Vec<Vec<u8>> {
     tidy(seeds)
 }
 
+/// What was recorded of vLLM-Omni's connector for MoRI.
+///
+/// # Panics
+/// If it cannot be read.
+pub fn omni_mori() -> Vec<Vec<u8>> {
+    let path = folder("engine/tests/golden/omni-mori.txt");
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|why| panic!("{path:?}: {why}"));
+    tidy(text.lines().filter_map(|line| unhex(line.split_once(' ')?.1)).collect())
+}
+
 /// Recorded frames, among which are descriptors of all layouts.
 pub fn descriptors() -> Vec<Vec<u8>> {
     tidy(frames_of_captures().into_iter().filter(|seed| matches!(seed[0], 0x90..=0x9f)).collect())

@@ -7,6 +7,7 @@ use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{
     ClaimId, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
 };
+use kvferry_engine::fabric::Endpoint;
 use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyTimeoutError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -183,6 +184,13 @@ impl PyPayloadLink {
             None => self.link.want(&key, producer),
         })
         .map_err(gone)
+    }
+
+    /// The same of a payload that is at a stage whose connector is vLLM-Omni's for MoRI and listens
+    /// there.
+    fn fetch(&self, py: Python<'_>, key: KeyTuple, host: &str, port: u16) -> PyResult<()> {
+        let sender = Endpoint::tcp(host, port);
+        py.detach(|| self.link.fetch(&key_of(key), sender)).map_err(gone)
     }
 
     /// What became of a payload, once: ("arrived", claim, offset, bytes of the slot, generation) or

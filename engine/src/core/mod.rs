@@ -31,6 +31,7 @@ mod limits;
 pub mod machine;
 pub mod message;
 pub mod moriio;
+pub mod omni_mori;
 pub mod payload;
 mod peer_manager;
 pub mod peers;

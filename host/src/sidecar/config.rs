@@ -4,6 +4,7 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment,
 //! which wins over the file, which wins over the default.
 
+use super::mori_settings::{MoriGiven, MoriStageSettings};
 use super::pool_peers::PoolAddress;
 use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
@@ -33,7 +34,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 19] = [
+const KEYS: [&str; 22] = [
     "socket",
     "metrics",
     "secret_file",
@@ -50,6 +51,9 @@ const KEYS: [&str; 19] = [
     "state",
     "payload_pool",
     "payload_hold_ms",
+    "payload_mori_listen",
+    "payload_mori_deployment",
+    "payload_mori_backend",
     "idle_s",
     "payload_listen",
     "payload_hosts",
@@ -129,6 +133,8 @@ pub(crate) struct ConfigLayer {
     /// Milliseconds for which a payload waits for its receivers, 0 for ever; 300000 by default
     #[arg(long, value_name = "N", value_parser = payload_hold_ms)]
     payload_hold_ms: Option<u64>,
+    #[command(flatten)]
+    mori: MoriGiven,
     /// End when no process of a stage has been there for so many seconds; if not given, with SIGTERM
     #[arg(long, value_name = "N", value_parser = idle_s)]
     idle_s: Option<u64>,
@@ -179,6 +185,8 @@ pub(crate) struct PayloadSettings {
     pub(crate) idle: Option<Duration>,
     /// Where other hosts reach it, if they do, and where it finds them.
     pub(crate) peers: Option<(PoolAddress, Vec<PoolAddress>)>,
+    /// Stages whose connector is vLLM-Omni's for MoRI, if they are served.
+    pub(crate) mori: Option<MoriStageSettings>,
 }
 
 /// What the operator of a host says of how it serves an engine.
@@ -193,7 +201,11 @@ pub(crate) struct OperatorConfig {
 }
 
 /// A text that is not empty.
-fn filled<T: for<'a> From<&'a str>>(key: &str, what: &str, text: &str) -> Result<T, String> {
+pub(super) fn filled<T: for<'a> From<&'a str>>(
+    key: &str,
+    what: &str,
+    text: &str,
+) -> Result<T, String> {
     match text {
         "" => Err(format!("{key} = \"\": it has to be {what}")),
         text => Ok(text.into()),
@@ -341,6 +353,7 @@ impl ConfigLayer {
             "state" => self.state = Some(state(text)?),
             "payload_pool" => self.payload_pool = Some(payload_pool(text)?),
             "payload_hold_ms" => self.payload_hold_ms = Some(payload_hold_ms(text)?),
+            key if self.mori.set(key, text)? => {}
             "idle_s" => self.idle_s = Some(idle_s(text)?),
             "payload_listen" => self.payload_listen = Some(payload_listen(text)?),
             "payload_hosts" => self.payload_hosts = Some(payload_hosts(text)?),
@@ -370,6 +383,7 @@ impl ConfigLayer {
             state: self.state.or(other.state),
             payload_pool: self.payload_pool.or(other.payload_pool),
             payload_hold_ms: self.payload_hold_ms.or(other.payload_hold_ms),
+            mori: self.mori.or(other.mori),
             idle_s: self.idle_s.or(other.idle_s),
             payload_listen: self.payload_listen.or(other.payload_listen),
             payload_hosts: self.payload_hosts.or(other.payload_hosts),
@@ -392,7 +406,8 @@ impl ConfigLayer {
         };
         let hold = self.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
         let idle = self.idle_s.map(Duration::from_secs);
-        Ok(self.payload_pool.map(|pool| PayloadSettings { pool, hold, idle, peers }))
+        let mori = self.mori.settings(self.payload_pool.is_some())?;
+        Ok(self.payload_pool.map(|pool| PayloadSettings { pool, hold, idle, peers, mori }))
     }
 
     fn from_env(env: &BTreeMap<String, OsString>) -> Result<ConfigLayer, String> {

@@ -392,7 +392,8 @@ impl Gateway {
                 ToHost::Layers { .. }
                 | ToHost::Report { .. }
                 | ToHost::Moved(_)
-                | ToHost::Payload(_),
+                | ToHost::Payload(_)
+                | ToHost::Fetch { .. },
                 _,
             ) => {}
             (ToHost::Unable { why }, _) => self.refuse(&why),

@@ -15,6 +15,8 @@ mod gateway;
 mod kernel_waiter;
 mod last_error;
 mod metrics;
+mod mori_settings;
+mod mori_stages;
 pub(crate) mod ownership;
 mod payload_link;
 mod pool_peers;
@@ -54,11 +56,13 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
+use mori_stages::MoriStages;
 use pool_peers::PoolCores;
 use socket::{ListeningSocket, ServesClients};
-use stages::{StageActor, StageConfig, StageGateway};
+use stages::{MoriStarted, StageActor, StageConfig, StageGateway};
 use std::os::fd::AsRawFd;
 use std::path::Path;
+use std::sync::Arc;
 use tokio::sync::oneshot;
 
 /// Logs to stderr from now on, in the form and from the level that this environment gives `kvferry
@@ -135,15 +139,16 @@ fn stage_gateway(
     clock: Clock,
     (operator, over): (&OperatorConfig, oneshot::Sender<()>),
 ) -> Result<MailboxSender<StageActor>, String> {
-    let &PayloadSettings { pool: bytes, hold, idle, ref peers } = settings;
+    let &PayloadSettings { pool: bytes, hold, idle, ref peers, ref mori } = settings;
     // The kernel would take memory from others, and at last end a process.
     if let Some(free) = memory::available().filter(|free| *free < bytes) {
         return Err(format!(
             "payload_pool = {bytes}: {free} bytes of memory are available; give a smaller pool"
         ));
     }
+    let planes = mori.as_ref().map(|mori| mori.listen(&operator.fabric)).transpose()?;
     let pool = MemfdPool::shared(bytes, HugePages::Try);
-    let pool = pool.map_err(|why| format!("payload_pool = {bytes}: {why}"))?;
+    let pool = Arc::new(pool.map_err(|why| format!("payload_pool = {bytes}: {why}"))?);
     let incarnation = Incarnation::begin(incarnations::now_us(), None);
     let memory = (pool.descriptor().as_raw_fd(), pool.len());
     let cores = peers.as_ref().map(|(listen, hosts)| {
@@ -151,8 +156,15 @@ fn stage_gateway(
         Ok::<_, String>((cores, hosts.clone()))
     });
     let payloads = PayloadConfig { pool: pool.len(), hold, ..PayloadConfig::default() };
-    let config = StageConfig { payloads, incarnation, idle };
-    Ok(StageGateway::start(clock, (config, pool, cores.transpose()?), over))
+    let config = StageConfig { payloads, incarnation, idle, mori: mori.clone() };
+    let parts = (config, pool.clone(), cores.transpose()?);
+    let (gateway, metrics) = StageGateway::start(clock.clone(), parts, over);
+    if let (Some(mori), Some(planes)) = (mori, planes) {
+        let address = gateway.address();
+        let served = MoriStages::start(clock, (planes, pool), (mori, metrics), address.clone());
+        address.do_send(MoriStarted(served));
+    }
+    Ok(gateway)
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

@@ -8,6 +8,7 @@ use kvferry_engine::core::payload::{
     SlotId,
 };
 use kvferry_engine::core::time::Nanos;
+use kvferry_engine::fabric::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, ErrorKind};
@@ -456,6 +457,20 @@ impl PayloadLink {
         }
         state.wants.insert(key.clone(), None);
         state.tell(hook(key.clone()))
+    }
+
+    /// Wants a payload of a stage whose connector is vLLM-Omni's for MoRI and listens at `sender`.
+    ///
+    /// # Errors
+    /// The host is gone.
+    pub fn fetch(&self, key: &PayloadKey, sender: Endpoint) -> io::Result<()> {
+        let mut state = self.state();
+        state.check()?;
+        if state.wants.contains_key(key) {
+            return Ok(());
+        }
+        state.wants.insert(key.clone(), None);
+        state.send(&[ToHost::Fetch { key: key.clone(), sender }])
     }
 
     /// What became of a wanted payload, if it is known, without waiting; after that it is wanted no

@@ -18,8 +18,8 @@ use kvferry_engine::core::ids::{EngineId, Incarnation, RequestId, StepId};
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
-use kvferry_engine::core::payload::{PayloadAnswer, PayloadClient, PayloadHook};
-use kvferry_engine::fabric::FabricError;
+use kvferry_engine::core::payload::{PayloadAnswer, PayloadClient, PayloadHook, PayloadKey};
+use kvferry_engine::fabric::{Endpoint, FabricError};
 use serde::{Deserialize, Serialize};
 use std::os::fd::RawFd;
 use std::sync::Arc;
@@ -160,6 +160,13 @@ pub enum ToHost {
     },
     /// A process of a stage; what is not for [`ClientIdentity::Stage`] to say ends the connection.
     Payload(PayloadHook),
+    /// A process of a stage: it wants a payload of a stage whose connector is vLLM-Omni's for MoRI.
+    /// What follows is that of [`PayloadHook::Want`].
+    Fetch {
+        key: PayloadKey,
+        /// Where that connector listens.
+        sender: Endpoint,
+    },
 }
 
 /// What a host tells.

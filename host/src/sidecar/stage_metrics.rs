@@ -1,5 +1,6 @@
 //! What a host of payloads counts, in the format of Prometheus.
 
+use super::mori_stages::MoriStageMetrics;
 use crate::instance::{
     CounterSource, CutCollector, InputCollector, InstanceTrust, PlaneCollector, metrics_text,
 };
@@ -32,6 +33,7 @@ pub(super) struct StageMetrics {
     waiting: Gauge,
     processes: Gauge,
     misuses: Counter,
+    pub(super) mori: MoriStageMetrics,
 }
 
 impl StageMetrics {
@@ -54,6 +56,7 @@ impl StageMetrics {
             waiting: Gauge::default(),
             processes: Gauge::default(),
             misuses: Counter::default(),
+            mori: MoriStageMetrics::default(),
         };
         metrics.pool.set(bytes as i64);
         metrics.register();
@@ -87,6 +90,7 @@ impl StageMetrics {
         all.register("payload_processes", "Processes of stages", self.processes.clone());
         let about = "What processes of stages said against the rules";
         all.register("payload_misuses", about, self.misuses.clone());
+        self.mori.register(all);
     }
 
     pub(super) fn told(&self, hook: &PayloadHook) {

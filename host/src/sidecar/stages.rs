@@ -2,23 +2,27 @@
 
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, DrainSidecar, IdleCheck};
 use super::metrics::Scrape;
+use super::mori_settings::MoriStageSettings;
+use super::mori_stages::{MORI_CLIENT, MoriStageActor, MoriStageMetrics, input_of};
 use super::pool_peers::{PoolAddress, PoolCores, PoolPeers};
 use super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
 use super::socket::ServesClients;
 use super::stage_metrics::StageMetrics;
-use actix::{Addr, AsyncContext, Context, Handler};
+use actix::{Addr, AsyncContext, Context, Handler, Message};
 use kvferry_engine::actors::{Clock, Driver, Input, InputQueue, MailboxSender, PlaneAdapter};
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::machine::Machine;
+use kvferry_engine::core::omni_mori::OmniMoriInput;
 use kvferry_engine::core::payload::{
-    PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadHook,
-    PayloadInput,
+    PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadFailure,
+    PayloadHook, PayloadInput, PayloadKey,
 };
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::NextPoll;
+use kvferry_engine::fabric::{Endpoint, NextPoll};
 use kvferry_fabric_host::MemfdPool;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::AsRawFd;
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
@@ -40,15 +44,32 @@ pub(super) struct StageConfig {
     pub(super) incarnation: Incarnation,
     /// It ends when no process has been there for so long; if none is given, when it is told to.
     pub(super) idle: Option<Duration>,
+    /// Stages whose connector is vLLM-Omni's for MoRI, if they are served.
+    pub(super) mori: Option<MoriStageSettings>,
 }
+
+/// Such stages tell, by way of their actor, as a client of the payload core.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct MoriHook(pub(super) PayloadHook);
+
+/// They are served from now on.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(super) struct MoriStarted(pub(super) Addr<MoriStageActor>);
 
 pub(super) struct StageGateway {
     config: StageConfig,
-    pool: MemfdPool,
+    pool: Arc<MemfdPool>,
     /// What other hosts call this one, if they reach it.
     engine: Option<EngineId>,
     /// The way to other hosts, if there is one.
     peers: Option<PoolPeers>,
+    mori: Option<Addr<MoriStageActor>>,
+    /// Processes of the deployment that has such stages.
+    of_mori: BTreeSet<PayloadClient>,
+    /// What is pulled from such stages, and for whom.
+    fetches: BTreeMap<PayloadKey, BTreeSet<PayloadClient>>,
     /// Those that have joined; one that is cut off is told nothing any more.
     clients: BTreeMap<PayloadClient, Option<Sender<FromHost>>>,
     metrics: StageMetrics,
@@ -63,9 +84,9 @@ impl StageGateway {
     /// Why there is no pool of this size.
     pub(super) fn start(
         clock: Clock,
-        (config, pool, cores): (StageConfig, MemfdPool, Option<(PoolCores, Vec<PoolAddress>)>),
+        (config, pool, cores): (StageConfig, Arc<MemfdPool>, Option<(PoolCores, Vec<PoolAddress>)>),
         over: oneshot::Sender<()>,
-    ) -> MailboxSender<StageActor> {
+    ) -> (MailboxSender<StageActor>, MoriStageMetrics) {
         let payloads = config.payloads.clone();
         let engine = cores.as_ref().map(|(cores, _)| cores.engine.clone());
         let machine = match &engine {
@@ -74,7 +95,7 @@ impl StageGateway {
         };
         let counted = cores.as_ref().map(|(cores, _)| (cores.counters.clone(), cores.trust));
         let metrics = StageMetrics::new(pool.len(), counted);
-        let (clients, over, idle) = (BTreeMap::new(), Some(over), config.idle);
+        let (of_mori, idle) = (metrics.mori.clone(), config.idle);
         let hosts = cores.as_ref().map_or(Vec::new(), |(_, hosts)| hosts.clone());
         let (mut named, timing) = (None, clock.clone());
         let adapter = |own: Addr<StageActor>| {
@@ -82,7 +103,19 @@ impl StageGateway {
             for host in &hosts {
                 named = peers.as_mut().and_then(|peers| peers.add(host)).or(named.take());
             }
-            StageGateway { config, pool, engine, peers, clients, metrics, changes: 0, over }
+            StageGateway {
+                config,
+                pool,
+                engine,
+                peers,
+                mori: None,
+                of_mori: BTreeSet::new(),
+                fetches: BTreeMap::new(),
+                clients: BTreeMap::new(),
+                metrics,
+                changes: 0,
+                over: Some(over),
+            }
         };
         let actor = Driver::start(adapter, machine, None, clock);
         if let Some(hosts) = named {
@@ -91,7 +124,7 @@ impl StageGateway {
         if idle.is_some() {
             actor.do_send(ClientLeft(0));
         }
-        MailboxSender::new(actor, MAILBOX)
+        (MailboxSender::new(actor, MAILBOX), of_mori)
     }
 
     /// Takes up a process of a stage.
@@ -120,6 +153,9 @@ impl StageGateway {
                 };
                 // One that is gone already leaves next.
                 let _ = out.try_send(pool);
+                if self.config.mori.as_ref().is_some_and(|mori| mori.deployment == deployment) {
+                    self.of_mori.insert(client);
+                }
                 self.clients.insert(client, Some(out));
                 self.changes += 1;
                 let hook = PayloadHook::Joined { deployment, stage };
@@ -155,6 +191,7 @@ impl StageGateway {
                 }
                 inputs.push_back(PayloadInput::Hook { client, hook });
             }
+            ToHost::Fetch { key, sender } => self.fetch(client, (key, sender), inputs),
             _ => self.cut(client, "a stage says nothing but what it does with payloads"),
         }
     }
@@ -163,6 +200,49 @@ impl StageGateway {
     fn meet(&mut self, host: &EngineId) -> Option<PayloadInput> {
         let peers = self.peers.as_mut().filter(|peers| peers.len() < HOSTS_MAX)?;
         peers.add(&PoolAddress::parse(&host.0)?)
+    }
+
+    /// A process wants what a stage with a connector of MoRI has.
+    fn fetch(
+        &mut self,
+        client: PayloadClient,
+        (key, sender): (PayloadKey, Endpoint),
+        inputs: &mut InputQueue<PayloadCore>,
+    ) {
+        let why = match (&self.mori, &self.config.mori) {
+            (Some(mori), _) if self.of_mori.contains(&client) => {
+                let hook = PayloadHook::Want { key: key.clone(), producer: None };
+                inputs.push_back(PayloadInput::Hook { client, hook });
+                self.fetches.entry(key.clone()).or_default().insert(client);
+                return mori.do_send(Input(OmniMoriInput::Fetch { key, sender }));
+            }
+            (_, Some(settings)) => {
+                format!("this host serves MoRI stages of deployment {}", settings.deployment)
+            }
+            _ => "this host serves no MoRI stages: give it payload_mori_listen".into(),
+        };
+        let failure = PayloadFailure::GivenUp(why.into());
+        self.tell(client, PayloadAnswer::Missing { key, failure });
+    }
+
+    /// A process has its answer about a payload, or is gone: if it was the last, it is pulled no more.
+    fn fetched(&mut self, client: PayloadClient, key: &PayloadKey) {
+        let Some(waiting) = self.fetches.get_mut(key) else { return };
+        waiting.remove(&client);
+        if waiting.is_empty() {
+            self.fetches.remove(key);
+            if let Some(mori) = &self.mori {
+                mori.do_send(Input(OmniMoriInput::Stop { key: key.clone() }));
+            }
+        }
+    }
+
+    fn tell(&mut self, client: PayloadClient, answer: PayloadAnswer) {
+        let Some(Some(out)) = self.clients.get(&client) else { return };
+        // One whose connection has ended leaves next.
+        if let Err(TrySendError::Full(_)) = out.try_send(FromHost::Payload(answer)) {
+            self.cut(client, "it does not take what it is told");
+        }
     }
 
     /// Ends a connection; what it has goes when that is over.
@@ -177,6 +257,12 @@ impl StageGateway {
     fn on_left(&mut self, client: u64, inputs: &mut InputQueue<PayloadCore>) {
         let client = PayloadClient(client as u32);
         self.changes += 1;
+        self.of_mori.remove(&client);
+        let waits = |waiting: &BTreeSet<_>| waiting.contains(&client);
+        let its = self.fetches.iter().filter(|(_, waiting)| waits(waiting));
+        for key in its.map(|(key, _)| key.clone()).collect::<Vec<_>>() {
+            self.fetched(client, &key);
+        }
         if self.clients.remove(&client).is_some() {
             inputs.push_back(PayloadInput::Hook { client, hook: PayloadHook::Left });
         }
@@ -207,16 +293,23 @@ impl PlaneAdapter for StageGateway {
             None => Some(effect),
         };
         match effect {
+            Some(PayloadEffect::Answer { client: MORI_CLIENT, answer }) => {
+                if let Some(mori) = &self.mori {
+                    mori.do_send(input_of(&self.pool, answer));
+                }
+            }
             Some(PayloadEffect::Answer { client, answer }) => {
                 self.metrics.answered(&answer);
+                if let PayloadAnswer::Arrived { key, .. }
+                | PayloadAnswer::Missing { key, .. }
+                | PayloadAnswer::Abandoned { key } = &answer
+                {
+                    self.fetched(client, key);
+                }
                 if let PayloadAnswer::Missing { key, failure } = &answer {
                     tracing::debug!(%client, %key, why = %failure, "a payload does not come");
                 }
-                let Some(Some(out)) = self.clients.get(&client) else { return };
-                // One whose connection has ended leaves next.
-                if let Err(TrySendError::Full(_)) = out.try_send(FromHost::Payload(answer)) {
-                    self.cut(client, "it does not take what it is told");
-                }
+                self.tell(client, answer);
             }
             Some(PayloadEffect::Misuse { client, rule }) => {
                 tracing::warn!(%client, %rule, "a process of a stage broke a rule");
@@ -260,6 +353,24 @@ impl Handler<ClientJoined> for StageActor {
             // It is dropped with the sender.
             let _ = out.try_send(FromHost::Refused { why });
         }
+    }
+}
+
+impl Handler<MoriStarted> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, MoriStarted(mori): MoriStarted, context: &mut Context<Self>) {
+        self.with_adapter(context, |gateway, _| gateway.mori = Some(mori));
+    }
+}
+
+impl Handler<MoriHook> for StageActor {
+    type Result = ();
+
+    fn handle(&mut self, MoriHook(hook): MoriHook, context: &mut Context<Self>) {
+        let client = MORI_CLIENT;
+        let input = PayloadInput::Hook { client, hook };
+        self.with_adapter(context, |_, inputs| inputs.push_back(input));
     }
 }
 

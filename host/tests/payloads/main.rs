@@ -201,6 +201,17 @@ fn a_host_serves_stages_or_an_engine() {
 }
 
 #[test]
+fn who_wants_a_payload_of_mori_where_that_is_not_served_is_told() {
+    let host = SidecarProcess::with_args("no-mori", &POOL_ARGS);
+    let talker = StageProcess::of(&host, "1");
+    let key = stream("r").chunk(0);
+    talker.link.fetch(&key, "tcp://127.0.0.1:50051".into()).expect("a host");
+    let outcome = talker.link.wait(&key, PATIENCE).expect("a host").expect("there is an outcome");
+    let Err(PayloadFailure::GivenUp(why)) = outcome else { panic!("{outcome:?}") };
+    assert!(why.contains("payload_mori_listen"), "{why}");
+}
+
+#[test]
 fn a_pool_that_memory_does_not_hold_is_refused_at_the_start() {
     let socket = sidecar_process::place("large-pool");
     let args = ["--payload-pool", "1000000000000000"];

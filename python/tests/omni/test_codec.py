@@ -368,3 +368,57 @@ def test_a_lie_is_one_clear_error(case):
 )
 def test_what_the_serializer_makes_of_more_is_made_of_it(obj):
     assert same(there_and_back(obj), serialized(obj))
+
+
+def of_mori(obj: Any) -> tuple[bytes, bool]:
+    """What MoriTransferEngineConnector puts into its pool, and whether that is its fast path."""
+    if isinstance(obj, torch.Tensor):
+        return obj.contiguous().flatten().view(torch.uint8).numpy().tobytes(), True
+    return (obj, True) if isinstance(obj, bytes) else (OmniSerializer.serialize(obj), False)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_stage_with_moris_connector_gets_is_what_it_would_be_put(seed):
+    obj = [b"bytes", torch.arange(6).view(2, 3).t(), bytearray(b"x"), anything(random.Random(seed))][min(seed, 3)]
+    encoded = codec.encode_foreign(obj)
+    memory = pool(encoded.nbytes + 5)
+    encoded.write(memory)
+    data, is_raw = of_mori(obj)
+    _, _, form, length, nbytes = codec.PREAMBLE.unpack_from(memory.numpy())
+    assert (form, length, nbytes) == (codec.FOREIGN_RAW if is_raw else codec.FOREIGN_SERIALIZED, 0, encoded.nbytes)
+    assert memory[codec.ALIGNMENT : nbytes].numpy().tobytes() == data
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_stage_with_moris_connector_puts_is_what_it_would_get(seed):
+    obj = anything(random.Random(seed))
+    encoded = codec.encode_foreign(obj)
+    memory = pool(encoded.nbytes)
+    encoded.write(memory)
+    raw = codec.decode_raw(memory)
+    data, is_raw = of_mori(obj)
+    if is_raw and data:
+        assert raw.tensor.dtype == torch.uint8
+        assert raw.tensor.numpy().tobytes() == data
+        assert raw.tensor.data_ptr() == memory.data_ptr() + codec.ALIGNMENT
+    else:
+        assert raw is None
+        assert same(codec.decode(memory), serialized(obj))
+
+
+def test_what_is_empty_is_serialized():
+    for obj in (b"", torch.empty(0, 3)):
+        encoded = codec.encode_foreign(obj)
+        memory = pool(encoded.nbytes)
+        encoded.write(memory)
+        assert same(codec.decode(memory), serialized(obj))
+
+
+@pytest.mark.parametrize(("form", "length", "nbytes"), [(4, 0, 100), (2, 1, 100), (3, 0, 63), (2, 0, 63), (2, 0, 100)])
+def test_a_damaged_payload_of_mori_is_said_to_be(form, length, nbytes):
+    memory = pool(100)
+    memory[: codec.PREAMBLE.size] = torch.frombuffer(
+        bytearray(codec.PREAMBLE.pack(codec.MAGIC, codec.VERSION, form, length, nbytes)), dtype=torch.uint8
+    )
+    with pytest.raises(codec.PayloadError):
+        codec.decode(memory)

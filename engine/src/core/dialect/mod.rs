@@ -16,7 +16,9 @@
 mod golden;
 mod kind;
 pub mod moriio;
+mod msgpack;
 pub mod native;
+pub mod omni_mori;
 mod skim;
 mod unpack;
 

@@ -68,7 +68,7 @@ const NOT_IN_6: (&str, &str) = (
 );
 
 /// Messages that there are since version 8, by kind; the last of the samples.
-const NEW_IN_8: [(&str, usize); 3] = [("hello", 1), ("to-host", 11), ("from-host", 14)];
+const NEW_IN_8: [(&str, usize); 3] = [("hello", 1), ("to-host", 12), ("from-host", 14)];
 
 fn is_understood(version: u16, absent: &[(&str, &str)]) {
     /// Equal but for what the version does not have.

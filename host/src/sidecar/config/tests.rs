@@ -1,6 +1,7 @@
 //! Which source wins, and what is said of mistakes.
 
 use super::*;
+use crate::sidecar::mori_settings::StageFabric;
 use clap::Parser;
 
 #[derive(Parser)]
@@ -41,7 +42,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 19] = [
+const SAID: [(&str, &str, [&str; 3]); 22] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -62,6 +63,9 @@ const SAID: [(&str, &str, [&str; 3]); 19] = [
     ("state", "kvferry", ["/file", "/env", "/flag"]),
     ("payload_pool", "", ["4096", "8192", "1"]),
     ("payload_hold_ms", "300000", ["0", "7", "8"]),
+    ("payload_mori_listen", "", ["h:1", "h:2", "h:3"]),
+    ("payload_mori_deployment", "", ["a", "b", "c"]),
+    ("payload_mori_backend", "", ["mori-rdma", "host", "mori-rdma"]),
     ("idle_s", "", ["0", "7", "8"]),
     ("payload_listen", "", ["h:1", "[::1]:2", "h:0"]),
     ("payload_hosts", "", ["h:1", "h:2,[::1]:3", "i:1"]),
@@ -119,6 +123,19 @@ fn value(config: &SidecarConfig, key: &str) -> String {
             Some(hosts.iter().map(shown).collect::<Vec<_>>().join(","))
         }),
         "idle_s" => of_payloads(config, |payloads| Some(payloads.idle?.as_secs())),
+        "payload_mori_listen" => of_payloads(config, |payloads| {
+            let MoriStageSettings { listen: (host, port), .. } = payloads.mori.as_ref()?;
+            Some(format!("{host}:{port}"))
+        }),
+        "payload_mori_deployment" => {
+            of_payloads(config, |payloads| Some(payloads.mori.as_ref()?.deployment.clone()))
+        }
+        "payload_mori_backend" => of_payloads(config, |payloads| {
+            Some(match payloads.mori.as_ref()?.fabric {
+                StageFabric::Host => "host",
+                StageFabric::MoriRdma => "mori-rdma",
+            })
+        }),
         _ => panic!("{key} is not looked at"),
     }
 }
@@ -131,6 +148,13 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
         let needed: &[(&str, &str)] = match key {
             "payload_hold_ms" | "idle_s" | "payload_listen" => &[("payload_pool", "1")],
             "payload_hosts" => &[("payload_pool", "1"), ("payload_listen", "h:0")],
+            "payload_mori_listen" => &[("payload_pool", "1"), ("payload_mori_deployment", "z")],
+            "payload_mori_deployment" => &[("payload_pool", "1"), ("payload_mori_listen", "h:9")],
+            "payload_mori_backend" => &[
+                ("payload_pool", "1"),
+                ("payload_mori_listen", "h:9"),
+                ("payload_mori_deployment", "z"),
+            ],
             _ => &[],
         };
         let lines = needed.iter().map(|(key, value)| format!("{key} = \"{value}\"\n"));
@@ -144,8 +168,9 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
             value(&parsed(flags).resolve(env.to_vec()).expect("valid"), key)
         };
         let said = SAID.iter().find(|said| said.0 == key).expect("itself").2;
-        let flags =
-            needed.iter().map(|(key, value)| format!("--{}={value}", key.replace('_', "-")));
+        // Those of MoRI are given together or not at all.
+        let alone = if key.starts_with("payload_mori") { &needed[..1] } else { needed };
+        let flags = alone.iter().map(|(key, value)| format!("--{}={value}", key.replace('_', "-")));
         let flags: Vec<String> = flags.collect();
         let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
         assert_eq!(got(&flags, &[]), default, "{key}");

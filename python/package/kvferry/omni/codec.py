@@ -28,8 +28,13 @@ from vllm_omni.distributed.omni_connectors.utils import serialization
 MAGIC = b"KVFP"
 VERSION = 1
 
-# Magic, version, whether the payload is raw (1) or not (0), bytes of the skeleton, bytes of the whole.
+# Magic, version, form (raw or not: 1 or 0, or one of the next two), bytes of the skeleton, bytes of the whole.
 PREAMBLE = struct.Struct("<4sHHI4xQ")
+
+# Forms of what MoriTransferEngineConnector of vLLM-Omni 0.30.0 puts or gets, for stages that have it: its bytes at ALIGNMENT,
+# without a skeleton; serialized by OmniSerializer, or as they are (its fast path).
+FOREIGN_SERIALIZED = 2
+FOREIGN_RAW = 3
 
 # Of buffers in the whole, bytes: a cache line, and what kernels on tensors ask for.
 ALIGNMENT = 64
@@ -124,7 +129,7 @@ class Encoded:
 
     __slots__ = ("buffers", "header", "is_raw", "nbytes", "payload_bytes")
 
-    def __init__(self, raw: bool, skeleton: bytes, leaves: list[tuple[int, int, Any]]):
+    def __init__(self, form: int, skeleton: bytes, leaves: list[tuple[int, int, Any]]):
         start = PREAMBLE.size + len(skeleton)
         if start > HEADER_MAX:
             raise ValueError(
@@ -139,10 +144,10 @@ class Encoded:
             end = offset + nbytes
         # Bytes of the whole.
         self.nbytes = end
-        self.is_raw = raw
+        self.is_raw = form == RAW
         # Those of a raw payload alone; of another one the whole's.
-        self.payload_bytes = leaves[0][0] if raw else end
-        self.header = PREAMBLE.pack(MAGIC, VERSION, raw, len(skeleton), end) + skeleton
+        self.payload_bytes = leaves[0][0] if self.is_raw else end
+        self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton
 
     def write(self, memory: Any) -> None:
         """Copies all into writable memory, a tensor of uint8 or anything with a buffer, of `nbytes` or more. It releases
@@ -258,6 +263,20 @@ def encode(obj: Any) -> Encoded:
             encoder = _Encoder()
             skeleton = encoder.encode(aside)
     return Encoded(False, skeleton, encoder.leaves)
+
+
+def encode_foreign(obj: Any) -> Encoded:
+    """The same for a stage whose connector is vLLM-Omni 0.30.0's for MoRI: as that one would put it, but for what is empty,
+    which it refuses to put. Raises what OmniSerializer.serialize raises."""
+    encoder = _Encoder()
+    is_raw = isinstance(obj, (bytes, torch.Tensor))
+    if is_raw:
+        encoder.raw(obj)
+        is_raw = encoder.leaves[0][0] > 0
+    if not is_raw:
+        encoder.leaves.clear()
+        encoder.memory(serialization.OmniSerializer.serialize(obj))
+    return Encoded(FOREIGN_RAW if is_raw else FOREIGN_SERIALIZED, b"", encoder.leaves)
 
 
 def _without_bytes(obj: Any) -> Any:
@@ -465,20 +484,32 @@ def _opened(memory: Any, holder: Any, made: Callable[[_Reader, int, bytes], Any]
     whole.holder = holder
     if whole.nbytes < PREAMBLE.size:
         raise _damaged(f"{whole.nbytes} bytes, fewer than the {PREAMBLE.size} of a preamble")
-    magic, version, raw, length, nbytes = PREAMBLE.unpack_from(whole)
+    magic, version, form, length, nbytes = PREAMBLE.unpack_from(whole)
     if magic != MAGIC:
         raise _damaged(f"it begins with {magic!r}, not {MAGIC!r}")
-    if version != VERSION or raw > 1:
-        raise _damaged(f"version {version} and form {raw}, this kvferry reads version {VERSION}")
+    if version != VERSION or form > FOREIGN_RAW:
+        raise _damaged(f"version {version} and form {form}, this kvferry reads version {VERSION}")
     end = PREAMBLE.size + length
     if end > HEADER_MAX or not end <= nbytes <= whole.nbytes:
         raise _damaged(f"a header of {end} bytes and {nbytes} in all, in {whole.nbytes} bytes of memory")
     # Once, so that what was looked at is what is read.
     skeleton = whole[PREAMBLE.size : end].tobytes()
+    if form >= FOREIGN_SERIALIZED:
+        if nbytes < ALIGNMENT or length:
+            raise _damaged(f"form {form} with a skeleton of {length} bytes and {nbytes} bytes in all")
+        form, end, skeleton = _of_mori(form, whole, nbytes)
     try:
-        return made(_Reader(whole, end, nbytes), raw, skeleton)
+        return made(_Reader(whole, end, nbytes), form, skeleton)
     except PayloadError:
         raise
     # Recursion and lack of memory among them: the bytes are a peer's.
     except Exception as error:
         raise _damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _of_mori(form: int, whole: _Whole, nbytes: int) -> tuple[int, int, bytes]:
+    """What another stage put, as if one of ours had: its raw payloads, of which nothing else is known, as a tensor of
+    uint8. Where buffers begin is where there are none any more, or the only one."""
+    if form == FOREIGN_RAW:
+        return True, PREAMBLE.size, _leaf(b"T", b"uint8", (nbytes - ALIGNMENT,))
+    return False, nbytes, whole[ALIGNMENT:nbytes].tobytes()

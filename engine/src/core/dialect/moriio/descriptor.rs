@@ -19,8 +19,8 @@
 //! assert_eq!(MoriEngineDesc::decode(&desc.encode(DescLayout::V0_0)), Ok(desc));
 //! ```
 
-use super::msgpack::{MsgpackItems, MsgpackValue};
 use super::{Bin, DecodeError, error, pack};
+use crate::core::dialect::msgpack::{MsgpackItems, MsgpackValue};
 use std::iter::Peekable;
 use std::sync::Arc;
 

@@ -8,8 +8,8 @@
 //! assert_eq!((error.frame, &*error.rule), ("handshake", "unknown call"));
 //! ```
 
-use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::{Bin, DecodeError, error, only, pack};
+use crate::core::dialect::msgpack::{MsgpackMap, MsgpackValue};
 use serde::{Serialize, Serializer};
 use std::collections::BTreeSet;
 use std::sync::Arc;

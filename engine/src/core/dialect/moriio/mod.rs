@@ -19,7 +19,6 @@ pub mod blocks;
 pub mod descriptor;
 pub mod frame_kind;
 pub mod handshake;
-mod msgpack;
 pub mod notify;
 pub mod params;
 pub mod ports;
@@ -47,7 +46,7 @@ impl fmt::Display for EncodeError {
 impl std::error::Error for EncodeError {}
 
 /// Bytes that are written as `bin`.
-struct Bin<'a>(&'a [u8]);
+pub(super) struct Bin<'a>(pub(super) &'a [u8]);
 
 impl Serialize for Bin<'_> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -56,11 +55,11 @@ impl Serialize for Bin<'_> {
 }
 
 /// The bytes of a value whose structs are maps with keys in the order of declaration.
-fn pack(value: &impl Serialize) -> Vec<u8> {
+pub(super) fn pack(value: &impl Serialize) -> Vec<u8> {
     rmp_serde::to_vec_named(value).expect("a Vec takes every value of known length")
 }
 
-fn error(frame: &'static str, rule: &'static str) -> DecodeError {
+pub(super) fn error(frame: &'static str, rule: &'static str) -> DecodeError {
     DecodeError { frame, rule: rule.into() }
 }
 

@@ -12,9 +12,9 @@
 //! ```
 
 use super::address::int;
-use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::ports::expected_acks;
 use super::{DecodeError, EncodeError, error, only, pack};
+use crate::core::dialect::msgpack::{MsgpackMap, MsgpackValue};
 use crate::core::ids::{BlockId, RequestId, Role, TransferId};
 use serde::Serialize;
 use std::num::NonZeroU16;

@@ -15,9 +15,9 @@
 //! ```
 
 use super::address::{ZmqAddress, with_incarnation};
-use super::msgpack::{MsgpackMap, MsgpackValue};
 use super::{Bin, DecodeError, EncodeError, error, pack};
 use crate::core::Nanos;
+use crate::core::dialect::msgpack::{MsgpackMap, MsgpackValue};
 use crate::core::dialect::native::{self, Frame};
 use crate::core::ids::{Mode, Role};
 use crate::core::message::Registration;

@@ -1,0 +1,277 @@
+//! A host's payloads for connectors of MoRI: the bytes that 0.30.0 says and takes, and peers that
+//! lie, hang and vanish.
+
+mod world;
+
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::dialect::moriio::descriptor::{
+    DescLayout, MoriEngineDesc, MoriMemoryDesc,
+};
+use kvferry_engine::core::dialect::omni_mori::{
+    ConnectorCall, PullAnswer, PullRequest, QueryAnswer,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use world::{OmniMoriWorld, WireStep};
+
+/// What was recorded of 0.30.0, by name.
+fn golden() -> BTreeMap<&'static str, Vec<u8>> {
+    let lines = include_str!("../golden/omni-mori.txt").lines();
+    let byte = |hex: &str, at| u8::from_str_radix(&hex[at..at + 2], 16).expect("hex");
+    let entry = |line: &'static str| {
+        let (name, hex) = line.split_once(' ').expect("a name and bytes");
+        (name, (0..hex.len()).step_by(2).map(|at| byte(hex, at)).collect())
+    };
+    lines.map(entry).collect()
+}
+
+#[test]
+fn what_is_said_is_what_0_30_0_says() {
+    let golden = golden();
+    let id = "req-1_0_0@0_1";
+    let long = format!("kéy-{}@0_1", "x".repeat(300));
+    for (name, request_id) in [("query_request", id), ("query_request_utf8_long_key", &*long)] {
+        let query = ConnectorCall::Query { request_id: request_id.into() };
+        assert_eq!(query.encode(), golden[name], "{name}");
+    }
+    let kv = "omni_0_to_1_kv_cache_r@0_1";
+    for (name, request_id, data_size, is_fast_path) in [
+        ("query_response_fast", id, 3_305, true),
+        ("query_response_serialized", id, 1_611_882, false),
+        ("query_response_5gib", kv, 5_368_709_120, true),
+    ] {
+        let answer = QueryAnswer::Found { request_id: request_id.into(), data_size, is_fast_path };
+        assert_eq!(answer.encode(), golden[name], "{name}");
+    }
+    assert_eq!(QueryAnswer::NotFound.encode(), golden["info_not_found"]);
+    assert_eq!(PullAnswer::Done.encode(), golden["trans_done"]);
+    assert_eq!(PullAnswer::Failed("".into()).encode(), golden["trans_error"]);
+    let engine: std::sync::Arc<[u8]> = golden["engine_desc_packed"][..].into();
+    let memory: std::sync::Arc<[u8]> = golden["mem_desc_packed_cpu_pool"][..].into();
+    for (name, dst_offset, length) in [
+        ("pull_request_small", 0, 3_305),
+        ("pull_request_mid", 4_096, 1_611_882),
+        ("pull_request_end_of_pool", 1_073_737_728, 1),
+        ("pull_request_over_4gib", 4_294_967_296, 5_368_709_120),
+    ] {
+        let (request_id, engine, memory) = (id.into(), engine.clone(), memory.clone());
+        let pull = PullRequest { request_id, engine, memory, dst_offset, length };
+        assert_eq!(ConnectorCall::Pull(pull).encode(), golden[name], "{name}");
+    }
+}
+
+#[test]
+fn what_0_30_0_says_is_understood() {
+    let mut read = 0;
+    for (name, bytes) in golden() {
+        let parts = [&[][..], &bytes];
+        let again = if name.contains("_desc_") {
+            continue;
+        } else if name.ends_with("_req") || name.contains("request") {
+            ConnectorCall::decode(&parts).map(|call| call.encode())
+        } else if name.contains("trans_") || bytes.starts_with(b"trans_") {
+            PullAnswer::decode(&parts).map(|answer| answer.encode())
+        } else {
+            QueryAnswer::decode(&parts).map(|answer| answer.encode())
+        };
+        assert_eq!(again.as_ref(), Ok(&bytes), "{name}");
+        read += 1;
+    }
+    assert_eq!(read, 24);
+    let (engine, memory) = (&golden()["engine_desc_packed"], &golden()["mem_desc_packed_cpu_pool"]);
+    let engine = MoriEngineDesc::decode(engine).expect("an engine");
+    let (layout, memory) = MoriMemoryDesc::decode(memory).expect("memory");
+    assert_eq!((layout, memory.size), (DescLayout::V1_2_2, 1 << 30));
+    assert_eq!(memory.engine_key, engine.key);
+}
+
+#[test]
+fn what_is_no_message_is_refused_by_name() {
+    let query = |body: &[u8]| ConnectorCall::decode(&[&b""[..], &[b"query_info", body].concat()]);
+    for (body, rule) in [
+        (&b""[..], "in query"),
+        (b"\x91\xa1r", "not a map"),
+        (b"\x81\xaarequest_id\x05", "request_id missing or no text"),
+        (b"\x81\xa1x\x05", "request_id missing or no text"),
+        (b"\x81\xaarequest_id\xa1r\x00", "bytes after the end"),
+    ] {
+        let why = query(body).expect_err("no query").to_string();
+        assert!(why.contains(rule), "{why}");
+    }
+    // Other keys, and another order, are no matter.
+    let call = query(b"\x82\xa1x\x05\xaarequest_id\xa1r");
+    assert_eq!(call, Ok(ConnectorCall::Query { request_id: "r".into() }));
+    assert!(ConnectorCall::decode(&[b"query_info"]).is_err(), "no empty part");
+    assert!(ConnectorCall::decode(&[&b""[..], &vec![0; 65_537]]).is_err(), "too long");
+    let negative =
+        b"\x85\xaarequest_id\xa1r\xb2engine_desc_packed\xc4\x00\xafmem_desc_packed\xc4\x00\
+        \xaadst_offset\xff\xa6length\x01";
+    let why = ConnectorCall::decode(&[&b""[..], negative]).expect_err("no offset").to_string();
+    assert!(why.contains("dst_offset"), "{why}");
+}
+
+fn step() -> impl Strategy<Value = WireStep> {
+    let (key, link, engine) = (0..3u8, 0..5u8, 0..3u8);
+    prop_oneof![
+        6 => (key.clone(), 1..9_000u64, 0..8u8)
+            .prop_map(|(key, bytes, usable)| WireStep::Put { key, bytes, usable: usable > 0 }),
+        2 => key.clone().prop_map(|key| WireStep::CleanUp { key }),
+        3 => link.clone().prop_map(|link| WireStep::LinkUp { link }),
+        2 => link.clone().prop_map(|link| WireStep::LinkDown { link }),
+        8 => (link.clone(), key.clone()).prop_map(|(link, key)| WireStep::Query { link, key }),
+        10 => (link.clone(), key.clone(), engine, 0..40_000u64, 0..12u8).prop_map(
+            |(link, key, engine, dst, lie)| WireStep::Pull { link, key, engine, dst, lie }
+        ),
+        1 => (link, vec(any::<u8>(), 0..40)).prop_map(|(link, bytes)| WireStep::Garbage { link, bytes }),
+        5 => any::<bool>().prop_map(|ok| WireStep::Opens { ok }),
+        10 => (any::<u8>(), 0..6u8).prop_map(|(op, how)| WireStep::Completes { op, how }),
+        10 => Just(WireStep::Deliver),
+        1 => any::<bool>().prop_map(|busy| WireStep::Busy { busy }),
+        1 => Just(WireStep::Reset),
+        5 => (key.clone(), 0..2u8).prop_map(|(key, sender)| WireStep::Fetch { key, sender }),
+        1 => key.prop_map(|key| WireStep::Stop { key }),
+        5 => (any::<u8>(), any::<bool>()).prop_map(|(link, up)| WireStep::Dialled { link, up }),
+        10 => (any::<u8>(), 0..9u8).prop_map(|(link, how)| WireStep::SenderSays { link, how }),
+        3 => any::<u8>().prop_map(|region| WireStep::LateWrite { region }),
+        4 => (0..2_000u64).prop_map(|ms| WireStep::Wait { ms }),
+        1 => Just(WireStep::Wait { ms: 40_000 }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 768, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_byte_is_where_it_was_not_offered_and_no_slot_is_lost(steps in vec(step(), 1..220)) {
+        let mut world = OmniMoriWorld::new();
+        for step in steps {
+            world.step(step);
+        }
+        world.finish();
+    }
+}
+
+/// A receiver that has waited in vain comes back, and gets it.
+#[test]
+fn a_payload_waits_for_a_receiver_whose_connection_was_lost() {
+    for is_lost_before_done in [true, false] {
+        let mut world = OmniMoriWorld::new();
+        for step in [
+            WireStep::Put { key: 0, bytes: 500, usable: true },
+            WireStep::LinkUp { link: 0 },
+            WireStep::Query { link: 0, key: 0 },
+            WireStep::Pull { link: 0, key: 0, engine: 0, dst: 64, lie: 0 },
+            WireStep::Opens { ok: true },
+            WireStep::Deliver,
+        ] {
+            world.step(step);
+        }
+        if is_lost_before_done {
+            world.step(WireStep::LinkDown { link: 0 });
+        }
+        world.step(WireStep::Completes { op: 0, how: 0 });
+        world.step(WireStep::Deliver);
+        assert_eq!(world.pulled, u32::from(!is_lost_before_done));
+        // The answer may have been lost with the connection.
+        world.step(WireStep::LinkDown { link: 0 });
+        world.step(WireStep::Wait { ms: 5_000 });
+        for step in [
+            WireStep::LinkUp { link: 1 },
+            WireStep::Pull { link: 1, key: 0, engine: 0, dst: 128, lie: 0 },
+            WireStep::Completes { op: 0, how: 0 },
+            WireStep::Deliver,
+        ] {
+            world.step(step);
+        }
+        assert_eq!(world.pulled, 1 + u32::from(!is_lost_before_done));
+        world.finish();
+    }
+}
+
+/// A receiver pulls once more what it has, by another connection, and uses the first one meanwhile.
+#[test]
+fn a_slot_that_is_written_again_is_not_free() {
+    let mut world = OmniMoriWorld::new();
+    let pull = |link| WireStep::Pull { link, key: 0, engine: 0, dst: 64, lie: 0 };
+    for step in [
+        WireStep::Put { key: 0, bytes: 500, usable: true },
+        WireStep::LinkUp { link: 0 },
+        WireStep::LinkUp { link: 1 },
+        pull(0),
+        WireStep::Opens { ok: true },
+        WireStep::Deliver,
+        WireStep::Completes { op: 0, how: 0 },
+        WireStep::Deliver,
+        pull(1),
+        WireStep::Query { link: 0, key: 1 },
+        // It would take the place.
+        WireStep::Put { key: 1, bytes: 500, usable: true },
+        WireStep::Completes { op: 0, how: 0 },
+        WireStep::Deliver,
+    ] {
+        world.step(step);
+    }
+    assert_eq!(world.pulled, 2);
+    world.finish();
+}
+
+/// A write that never ends keeps its slot, and stops nobody else.
+#[test]
+fn a_receiver_that_hangs_stops_nobody() {
+    let mut world = OmniMoriWorld::new();
+    for key in [0, 1] {
+        world.step(WireStep::Put { key, bytes: 500, usable: true });
+        world.step(WireStep::LinkUp { link: key });
+    }
+    world.step(WireStep::Pull { link: 0, key: 0, engine: 0, dst: 0, lie: 0 });
+    world.step(WireStep::Opens { ok: true });
+    world.step(WireStep::Deliver);
+    world.step(WireStep::Pull { link: 1, key: 1, engine: 1, dst: 0, lie: 0 });
+    world.step(WireStep::Opens { ok: true });
+    world.step(WireStep::Deliver);
+    world.step(WireStep::Completes { op: 1, how: 0 });
+    world.step(WireStep::Deliver);
+    assert_eq!((world.pulled, world.refused.len()), (1, 0));
+    world.step(WireStep::Wait { ms: Nanos::from_secs(31).0 / 1_000_000 });
+    assert_eq!(world.refused, ["trans_error: the write takes too long"]);
+    // They would take its place, and its bytes may land yet.
+    for _ in 0..20 {
+        world.step(WireStep::Put { key: 2, bytes: 500, usable: true });
+    }
+    world.step(WireStep::Completes { op: 0, how: 0 });
+    world.finish();
+}
+
+#[test]
+fn what_is_wrong_with_a_pull_is_said() {
+    let mut world = OmniMoriWorld::new();
+    world.step(WireStep::Put { key: 0, bytes: 500, usable: true });
+    world.step(WireStep::LinkUp { link: 0 });
+    for (key, lie) in [(1, 0), (0, 1), (0, 3), (0, 5), (0, 6)] {
+        world.step(WireStep::Pull { link: 0, key, engine: 0, dst: 0, lie });
+    }
+    world.step(WireStep::Garbage { link: 0, bytes: b"query_info\x91\xa1r".to_vec() });
+    let expected = [
+        "trans_error: there is no such payload, or not yet",
+        "trans_error: length 501, the payload has 500 bytes",
+        "trans_error: dst_offset 1099511627776 and length 500 are not within the region of 32768 bytes",
+        "trans_error: the region is of another engine",
+        "trans_error: engine_desc_packed: not an array in EngineDesc",
+        "trans_error: not a map in query",
+    ];
+    assert_eq!(world.refused, expected);
+    world.finish();
+}
+
+/// Thousands of connections and keys are asked by nobody who is known.
+#[test]
+fn many_strangers_take_no_more_room_than_there_is() {
+    let mut world = OmniMoriWorld::new();
+    world.step(WireStep::Put { key: 0, bytes: 500, usable: true });
+    world.strangers(3_000, 9_000);
+    let gauges = world.gauges();
+    assert!(gauges.links <= 1_024, "{gauges:?}");
+    assert!(gauges.entries <= 3 * 4_096, "{gauges:?}");
+    world.finish();
+}

@@ -1,0 +1,212 @@
+"""Payloads between a kvferry host and stages whose connector is vLLM-Omni 0.30.0's MoriTransferEngineConnector."""
+
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kvferry._native import PayloadLink
+from kvferry.omni import codec
+from mori_stage import MoriStage, mori_stage
+from objects import same
+from ports import free_ports
+from vllm_omni.distributed.omni_connectors.utils.serialization import OmniSerializer
+
+POOL = 64 << 20
+DEPLOYMENT = "mixed"
+
+# However busy the machine is, nothing takes as long.
+PATIENCE = 300
+
+OBJECTS = {
+    "bytes": bytes(range(256)) * 13,
+    "tensor": torch.arange(400_000, dtype=torch.float32).to(torch.bfloat16).view(4, -1),
+    "object": {"codes": torch.arange(4_000).view(8, 500), "text": "é", "meta": {"finished": False, "list": [1, None, 2.5]}},
+    "none": None,
+    "empty": b"",
+    "large": bytes(8 << 20),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Host:
+    """A kvferry host, and a process of each of its stages."""
+
+    def __init__(self, folder: Path):
+        self.port, self.metrics = free_ports(2)
+        socket = folder / "host.sock"
+        self.process = subprocess.Popen(
+            [
+                *(os.environ["KVFERRY_BIN"], "host", "--socket", str(socket), "--payload-pool", str(POOL)),
+                *("--payload-mori-listen", f"127.0.0.1:{self.port}", "--payload-mori-deployment", DEPLOYMENT),
+                *("--metrics", f"127.0.0.1:{self.metrics}", "--log-level", "debug"),
+            ],
+            stderr=(folder / "log").open("wb"),
+        )
+        while not socket.exists():
+            assert self.process.poll() is None, (folder / "log").read_text()
+            time.sleep(0.01)
+        self.log = folder / "log"
+        self.socket = socket
+        self.thinker, self.talker = self.stage("0"), self.stage("1")
+
+    def stage(self, stage: str, deployment: str = DEPLOYMENT) -> PayloadLink:
+        link = PayloadLink.connect(str(self.socket), deployment, stage)
+        link.wait_ready(PATIENCE)
+        return link
+
+    def put(self, key: tuple[str, str, str, int | None], encoded: codec.Encoded) -> None:
+        slot, offset = self.thinker.reserve(encoded.nbytes, PATIENCE)
+        encoded.write(self.pool(self.thinker)[offset : offset + encoded.nbytes])
+        self.thinker.put(slot, key)
+
+    def pool(self, link: PayloadLink) -> np.memmap:
+        return np.memmap(f"/proc/self/fd/{link.pool_fd}", np.uint8, "r+")
+
+    def page(self) -> list[str]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/metrics") as page:
+            return page.read().decode().splitlines()
+
+    def is_counted(self, line: str) -> bool:
+        """Whether the metrics have a line, now or in a moment."""
+        deadline = time.monotonic() + PATIENCE
+        while line not in self.page():
+            assert time.monotonic() < deadline, "\n".join(self.page())
+            time.sleep(0.05)
+        return True
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> Iterator[Host]:
+    host = Host(tmp_path_factory.mktemp("mori"))
+    yield host
+    host.process.kill()
+    host.process.wait()
+    print(host.log.read_text())
+
+
+@pytest.fixture(scope="module")
+def receiver(host) -> Iterator[MoriStage]:
+    with mori_stage(role="receiver", stage_id=1, sender_host="127.0.0.1", sender_zmq_port=host.port) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def sender() -> Iterator[tuple[MoriStage, int]]:
+    (port,) = free_ports(1)
+    with mori_stage(role="sender", stage_id=0, zmq_port=port) as stage:
+        yield stage, port
+
+
+def serialized(obj: Any) -> Any:
+    return OmniSerializer.deserialize(OmniSerializer.serialize(obj))
+
+
+def raw_bytes(obj: Any) -> bytes | None:
+    """What MoRI's connector moves as it is; None of others."""
+    if isinstance(obj, torch.Tensor):
+        return obj.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return obj if isinstance(obj, bytes) and obj else None
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_a_stage_with_moris_connector_gets_what_is_put_here(host, receiver, name):
+    obj = OBJECTS[name]
+    host.put(("0", "1", f"to-{name}", 0), codec.encode_foreign(obj))
+    got = receiver.call("get", "0", "1", f"to-{name}_0_0", None)
+    raw = raw_bytes(obj)
+    if raw is None:
+        assert same(got[0], serialized(obj))
+    else:
+        assert got == (raw, len(raw))
+    # Once, and then it is free.
+    assert receiver.call("get", "0", "1", f"to-{name}_0_0", None) is None
+    assert host.is_counted("kvferry_payloads 0")
+
+
+def test_a_raw_payload_needs_no_other_form(host, receiver):
+    data = bytes(range(251)) * 31
+    host.put(("0", "1", "raw", None), codec.encode(data))
+    assert receiver.call("get", "0", "1", "raw", None) == (data, len(data))
+
+
+def test_what_it_cannot_read_is_for_others(host, receiver):
+    key = ("0", "1", "ours", None)
+    host.put(key, codec.encode({"a": 1}))
+    assert receiver.call("get", "0", "1", "ours", None) is None
+    host.talker.want(key)
+    arrived, claim, offset, nbytes, _ = host.talker.wait(key, PATIENCE)
+    assert codec.decode(host.pool(host.talker)[offset : offset + nbytes]) == {"a": 1}
+    host.talker.release(claim)
+
+
+def test_what_is_not_there_is_not_waited_for(host, receiver):
+    start = time.monotonic()
+    for _ in range(20):
+        assert receiver.call("get", "0", "1", "absent_0_0", None) is None
+    # One query that is not answered takes 5 s.
+    assert time.monotonic() - start < 100
+
+
+def test_a_wrong_length_is_refused_and_the_payload_kept(host, receiver):
+    host.put(("0", "1", "length", 0), codec.encode_foreign(b"x" * 500))
+    told = {"source_host": "127.0.0.1", "source_port": host.port, "is_fast_path": True}
+    assert receiver.call("get", "0", "1", "length_0_0", {**told, "data_size": 2}) is None
+    assert receiver.call("get", "0", "1", "length_0_0", {**told, "data_size": 500}) == (b"x" * 500, 500)
+    assert host.is_counted('kvferry_payload_mori_pulls_total{outcome="length"} 1')
+
+
+def fetched(host: Host, key: tuple[str, str, str, int | None]) -> Any:
+    outcome = host.talker.wait(key, PATIENCE)
+    assert outcome[0] == "arrived", outcome
+    _, claim, offset, nbytes, _ = outcome
+    memory = np.array(host.pool(host.talker)[offset : offset + nbytes])
+    host.talker.release(claim)
+    raw = codec.decode_raw(memory)
+    return codec.decode(memory) if raw is None else raw.tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if name != "empty"])
+def test_a_stage_here_gets_what_moris_connector_puts(host, sender, name):
+    stage, port = sender
+    obj, key = OBJECTS[name], ("0", "1", f"from-{name}", 0)
+    # It may be asked for before it is there.
+    host.talker.fetch(key, "127.0.0.1", port)
+    ok, _, _ = stage.call("put", "0", "1", f"from-{name}_0_0", obj)
+    assert ok
+    got, raw = fetched(host, key), raw_bytes(obj)
+    assert got == raw if raw is not None else same(got, serialized(obj))
+
+
+def test_who_wants_no_more_is_given_nothing(host, sender):
+    stage, port = sender
+    key = ("0", "1", "left", 0)
+    host.talker.fetch(key, "127.0.0.1", port)
+    host.talker.abandon(key)
+    stage.call("put", "0", "1", "left_0_0", b"late")
+    host.talker.fetch(key, "127.0.0.1", port)
+    assert fetched(host, key) == b"late"
+
+
+def test_a_sender_that_is_not_there_is_an_outcome(host):
+    key = ("0", "1", "nobody", 0)
+    (port,) = free_ports(1)
+    host.talker.fetch(key, "127.0.0.1", port)
+    missing, kind, why = host.talker.wait(key, PATIENCE)
+    assert (missing, kind) == ("missing", "given-up")
+    assert f"tcp://127.0.0.1:{port} cannot be reached" in why
+
+
+def test_other_deployments_are_told_that_it_is_not_for_them(host):
+    other, key = host.stage("1", "another"), ("0", "1", "r", 0)
+    other.fetch(key, "127.0.0.1", 9)
+    missing, kind, why = other.wait(key, PATIENCE)
+    assert (missing, kind) == ("missing", "given-up")
+    assert f"deployment {DEPLOYMENT}" in why

@@ -2,10 +2,8 @@
 
 mod planes;
 
+use crate::steps::{REGION, WireStep, caller, engine_desc, id, key, memory_desc};
 use kvferry_engine::core::command::ControlCommand;
-use kvferry_engine::core::dialect::moriio::descriptor::{
-    DescLayout, MoriEngineDesc, MoriMemoryDesc,
-};
 use kvferry_engine::core::dialect::omni_mori::{
     ConnectorCall, PullAnswer, PullRequest, QueryAnswer,
 };
@@ -15,7 +13,7 @@ use kvferry_engine::core::omni_mori::{
 };
 use kvferry_engine::core::payload::{
     PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadHook,
-    PayloadInput, PayloadKey, PayloadStream,
+    PayloadInput, PayloadKey,
 };
 use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
 use kvferry_engine::fabric::*;
@@ -23,29 +21,6 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 const POOL: u64 = 24 * 4096;
-const REGION: u64 = 32_768;
-
-#[derive(Clone, Debug)]
-pub(crate) enum WireStep {
-    Put { key: u8, bytes: u64, usable: bool },
-    CleanUp { key: u8 },
-    LinkUp { link: u8 },
-    LinkDown { link: u8 },
-    Query { link: u8, key: u8 },
-    Pull { link: u8, key: u8, engine: u8, dst: u64, lie: u8 },
-    Garbage { link: u8, bytes: Vec<u8> },
-    Opens { ok: bool },
-    Completes { op: u8, how: u8 },
-    Deliver,
-    Busy { busy: bool },
-    Reset,
-    Fetch { key: u8, sender: u8 },
-    Stop { key: u8 },
-    Dialled { link: u8, up: bool },
-    SenderSays { link: u8, how: u8 },
-    LateWrite { region: u8 },
-    Wait { ms: u64 },
-}
 
 const PRODUCER: PayloadClient = PayloadClient(1);
 const CONSUMER: PayloadClient = PayloadClient(2);
@@ -91,6 +66,8 @@ pub(crate) struct OmniMoriWorld {
     sessions: BTreeMap<SessionId, u8>,
     opens: VecDeque<SessionId>,
     writes: Vec<PostedWrite>,
+    /// Those that failed, and whose bytes may land until their session is quiet.
+    failed: Vec<PostedWrite>,
     quiesced: Vec<(SessionId, QuiesceTicket)>,
     events: VecDeque<DataEvent>,
     busy: bool,
@@ -101,37 +78,17 @@ pub(crate) struct OmniMoriWorld {
     /// Links to senders: up or not, and what was asked.
     dialled: BTreeMap<LinkId, (bool, Option<ConnectorCall>)>,
     inputs: VecDeque<OmniMoriInput>,
+    /// Answers of the payload core that are on their way.
+    answers: VecDeque<OmniMoriInput>,
+    delay: bool,
+    /// The engine that was told that it has a payload, by the payload.
+    delivered: BTreeMap<Vec<u8>, u8>,
     stamp: u8,
     next: u64,
     pub(crate) pulled: u32,
     pub(crate) refused: Vec<String>,
-}
-
-fn key(key: u8) -> PayloadKey {
-    let stream = PayloadStream::new("0", "1", &format!("request-{key}"));
-    if key == 2 { stream.whole() } else { stream.chunk(key.into()) }
-}
-
-fn id(of: &PayloadKey) -> Arc<str> {
-    match of.chunk {
-        Some(chunk) => format!("{}_0_{chunk}@0_1", of.stream.request).into(),
-        None => format!("{}@0_1", of.stream.request).into(),
-    }
-}
-
-fn engine_desc(engine: u8) -> Arc<[u8]> {
-    let key = format!("omni-receiver-{engine}").into();
-    MoriEngineDesc { key, ..MoriEngineDesc::default() }.encode(DescLayout::V1_2_2).into()
-}
-
-fn memory_desc(engine: u8) -> Arc<[u8]> {
-    let engine_key = format!("omni-receiver-{engine}").into();
-    let desc = MoriMemoryDesc { engine_key, size: REGION, ..MoriMemoryDesc::default() };
-    desc.encode(DescLayout::V1_2_2).into()
-}
-
-fn caller(link: u8) -> LinkId {
-    LinkId(LinkId::INBOUND | u32::from(link))
+    /// What processes of this host were told does not come.
+    pub(crate) missing: Vec<String>,
 }
 
 impl OmniMoriWorld {
@@ -173,6 +130,7 @@ impl OmniMoriWorld {
             sessions: BTreeMap::new(),
             opens: VecDeque::new(),
             writes: Vec::new(),
+            failed: Vec::new(),
             quiesced: Vec::new(),
             events: VecDeque::new(),
             busy: false,
@@ -180,17 +138,21 @@ impl OmniMoriWorld {
             whole: BTreeSet::new(),
             dialled: BTreeMap::new(),
             inputs: VecDeque::new(),
+            answers: VecDeque::new(),
+            delay: false,
+            delivered: BTreeMap::new(),
             stamp: 0,
             next: 0,
             pulled: 0,
             refused: Vec::new(),
+            missing: Vec::new(),
         };
         for (client, stage) in [(PRODUCER, "0"), (CONSUMER, "1")] {
             let hook = PayloadHook::Joined { deployment: "a".into(), stage: stage.into() };
             world.hook(client, hook);
         }
         for key in (0..3).map(key) {
-            let content = world.content(3_000);
+            let content = world.content(12_000);
             world.contents.entry(key.clone()).or_default().push(content.clone());
             world.at_senders.insert(key, content);
         }
@@ -213,7 +175,9 @@ impl OmniMoriWorld {
     fn tell(&mut self, input: OmniMoriInput) {
         self.inputs.push_back(input);
         let mut out = Outbox::new();
-        while let Some(input) = self.inputs.pop_front() {
+        loop {
+            let answer = if self.delay { None } else { self.answers.pop_front() };
+            let Some(input) = answer.or_else(|| self.inputs.pop_front()) else { break };
             self.stages.handle(self.now, input, &mut out);
             for effect in out.take() {
                 self.perform(effect);
@@ -233,9 +197,9 @@ impl OmniMoriWorld {
                 PayloadEffect::Answer { client: WIRE, answer } => match answer {
                     PayloadAnswer::Arrived { key, claim, offset, .. } => {
                         let found = self.preambles[&offset].clone();
-                        self.inputs.push_back(OmniMoriInput::Arrived { key, claim, found });
+                        self.answers.push_back(OmniMoriInput::Arrived { key, claim, found });
                     }
-                    answer => self.inputs.push_back(OmniMoriInput::Answer(answer)),
+                    answer => self.answers.push_back(OmniMoriInput::Answer(answer)),
                 },
                 PayloadEffect::Answer { client, answer } => self.local(client, answer),
                 PayloadEffect::Misuse { client, rule } => panic!("{client}: {rule}"),
@@ -264,7 +228,8 @@ impl OmniMoriWorld {
                 }
                 self.hook(client, PayloadHook::Release { claim });
             }
-            PayloadAnswer::Missing { key, .. } => {
+            PayloadAnswer::Missing { key, failure } => {
+                self.missing.push(failure.to_string());
                 self.inputs.push_back(OmniMoriInput::Stop { key });
             }
             PayloadAnswer::NotReserved { .. } | PayloadAnswer::Abandoned { .. } => {}
@@ -315,6 +280,11 @@ impl OmniMoriWorld {
                     let (at, end) = (range.dst as usize, (range.dst + range.len) as usize);
                     let got = &self.memories[usize::from(range.engine)][at..end];
                     assert!(self.contents[&range.key].iter().any(|it| it == got), "other bytes");
+                    // Shorter ones may be alike.
+                    if got.len() > 16 {
+                        let had = self.delivered.insert(got.to_vec(), range.engine);
+                        assert!(had.is_none_or(|by| by == range.engine), "two have it");
+                    }
                 } else {
                     QueryAnswer::decode(&[vec![], frame]).expect("an answer");
                 }
@@ -385,10 +355,11 @@ impl OmniMoriWorld {
                 self.call(link, None, query.encode());
             }
             WireStep::Pull { link, key, engine, dst, lie } => {
-                self.pull((link, key, engine), dst.min(REGION - 9_000), lie);
+                self.pull((link, key, engine), dst.min(REGION - 13_000), lie);
             }
             WireStep::Garbage { link, bytes } => self.call(link, None, bytes),
             WireStep::Busy { busy } => self.busy = busy,
+            WireStep::Delay { delay } => self.delay = delay,
             WireStep::Reset => self.reset(),
             WireStep::Fetch { key: of, sender } => {
                 self.hook(CONSUMER, PayloadHook::Want { key: key(of), producer: None });
@@ -420,13 +391,27 @@ impl OmniMoriWorld {
                     self.events.push_back(DataEvent::Opened { session, result });
                 }
             }
-            WireStep::Completes { op, how } if !self.writes.is_empty() => {
+            WireStep::Completes { op, how } if self.writes.is_empty() => {
+                if self.failed.is_empty() {
+                    return;
+                }
+                let write = self.failed.remove(usize::from(op) % self.failed.len());
+                if how.is_multiple_of(2) {
+                    self.lands(&write);
+                    self.failed.push(write);
+                }
+                self.hush();
+            }
+            WireStep::Completes { op, how } => {
                 let write = self.writes.remove(usize::from(op) % self.writes.len());
                 let how = if write.is_lost { 3 } else { how };
                 if how != 4 {
                     self.lands(&write);
                 }
                 self.ends(write.op, how);
+                if how == 3 {
+                    self.failed.push(write);
+                }
                 self.hush();
             }
             WireStep::Deliver => {
@@ -516,6 +501,7 @@ impl OmniMoriWorld {
         self.sessions.clear();
         self.opens.clear();
         self.writes.clear();
+        self.failed.clear();
         self.quiesced.clear();
         self.events.clear();
         self.regions.clear();
@@ -557,7 +543,7 @@ impl OmniMoriWorld {
 
     /// When all are gone, and the fabric has said all, nothing is left.
     pub(crate) fn finish(&mut self) {
-        self.busy = false;
+        (self.busy, self.delay) = (false, false);
         for link in std::mem::take(&mut self.callers).into_keys() {
             self.tell(OmniMoriInput::Control(ControlEvent::LinkDown { link }));
         }
@@ -569,6 +555,8 @@ impl OmniMoriWorld {
             while let Some(lost) = self.writes.iter().position(|write| write.is_lost) {
                 self.step(WireStep::Completes { op: lost as u8, how: 3 });
             }
+            self.failed.clear();
+            self.hush();
             while !self.events.is_empty() {
                 self.step(WireStep::Deliver);
             }

@@ -1,6 +1,7 @@
 //! The data plane towards receivers, and what senders say and write.
 
-use super::{OfferedRange, OmniMoriWorld, PostedWrite, id, key, memory_desc};
+use super::{OfferedRange, OmniMoriWorld, PostedWrite};
+use crate::steps::{id, key, memory_desc};
 use kvferry_engine::core::command::{DataCommand, DataRefusal};
 use kvferry_engine::core::dialect::omni_mori::{
     ConnectorCall, PullAnswer, PullRequest, QueryAnswer,
@@ -46,7 +47,8 @@ impl OmniMoriWorld {
 
     /// Answers the tickets of sessions on which nothing moves.
     pub(super) fn hush(&mut self) {
-        let busy: BTreeSet<_> = self.writes.iter().map(|write| write.session).collect();
+        let moving = self.writes.iter().chain(&self.failed);
+        let busy: BTreeSet<_> = moving.map(|write| write.session).collect();
         let (quiet, left) = std::mem::take(&mut self.quiesced)
             .into_iter()
             .partition(|(session, _)| !busy.contains(session));

@@ -501,3 +501,24 @@ fn of_what_was_put_here_nothing_is_looked_for_elsewhere() {
     bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
     assert_eq!(bench.arrived().1, OTHER);
 }
+
+#[test]
+fn a_host_has_no_more_remembered_than_is_said() {
+    let config = PayloadConfig { pool: 8 * PAGE, ..PayloadConfig::default() };
+    let mut bench = HostBench::with(2, config);
+    let long = |index: u64| PayloadStream::new("0", "1", &"r".repeat(60_000)).chunk(index);
+    for index in 0..400 {
+        bench.want_from(1, long(index), 0);
+    }
+    bench.pass(50);
+    // 16 MiB of names of 60,003 bytes; each counts as a want of the host, and as one who waits.
+    assert_eq!(bench.cluster.hosts[0].payload.gauges().entries, 3 * ((16 << 20) / 60_003));
+    let too_long = PayloadStream::new("0", "1", &"r".repeat(70_000)).whole();
+    bench.told();
+    bench.want_from(1, too_long, 0);
+    assert!(matches!(bench.missing(), PayloadFailure::Overload(_)));
+    // What nobody wants any more is forgotten.
+    bench.tell(1, TALKER, PayloadHook::Left);
+    bench.pass(500);
+    assert_eq!(bench.cluster.hosts[0].payload.gauges().entries, 0);
+}

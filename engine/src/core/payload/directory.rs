@@ -7,6 +7,7 @@ use super::exchange::{PayloadReceiver, WantSource};
 use super::io::{PayloadEffect, PayloadFailure, PayloadHost};
 use super::note::{DirectoryCall, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use super::slots::ScopedStage;
+use super::source::cut;
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation};
@@ -324,7 +325,7 @@ impl PayloadCore {
             let state = match said {
                 Ok(has_stage) => AskState::Absent { has_stage },
                 Err(PayloadFailure::Overload(_)) => return self.ask_later(host, place, turn),
-                Err(failure) => AskState::Missing(failure),
+                Err(failure) => AskState::Missing(cut(&failure)),
             };
             self.set_ask(host, place, state);
             self.settle_ask(place, None, turn);

@@ -31,6 +31,8 @@ struct ReceivingHost {
     wants: BTreeSet<ScopedKey>,
     /// Loans that it has.
     loans: u32,
+    /// Bytes of the names of all these.
+    named: usize,
 }
 
 /// A payload that was offered to another host.
@@ -59,6 +61,13 @@ pub(super) struct PayloadSource {
 }
 
 impl PayloadSource {
+    /// A host does not want or have this any more.
+    fn unname(&mut self, host: PeerHost, place: &ScopedKey) {
+        if let Some(host) = self.hosts.get_mut(&host) {
+            host.named -= place.text_len();
+        }
+    }
+
     pub(super) fn entries(&self) -> usize {
         let of_hosts = self.hosts.values().map(|host| host.wants.len()).sum::<usize>();
         of_hosts + self.loans.len() + self.open.len()
@@ -102,16 +111,26 @@ fn request_of(number: u64) -> RequestId {
     RequestId(number.to_string().into())
 }
 
-/// Text of a client that goes to another host.
-fn cut(failure: &PayloadFailure) -> PayloadFailure {
+/// Most bytes of names that one host can have remembered.
+const HOST_NAMES_MAX: usize = 16 << 20;
+
+/// A failure without what is too long of its text.
+pub(super) fn cut(failure: &PayloadFailure) -> PayloadFailure {
     const TEXT_MAX: usize = 4_096;
-    match failure {
-        PayloadFailure::GivenUp(text) if text.len() > TEXT_MAX => {
-            let end = (0..=TEXT_MAX).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-            PayloadFailure::GivenUp(text[..end].into())
-        }
-        failure => failure.clone(),
+    let mut failure = failure.clone();
+    let (PayloadFailure::GivenUp(text)
+    | PayloadFailure::PeerGone(text)
+    | PayloadFailure::NotMoved(text)
+    | PayloadFailure::Overload(text)
+    | PayloadFailure::Unknown(text)) = &mut failure
+    else {
+        return failure;
+    };
+    if text.len() > TEXT_MAX {
+        let end = (0..=TEXT_MAX).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+        *text = text[..end].into();
     }
+    failure
 }
 
 impl PayloadCore {
@@ -159,7 +178,7 @@ impl PayloadCore {
         let host = PeerHost(self.source.last_host);
         self.source.by_name.insert(engine.clone(), host);
         let wants = BTreeSet::new();
-        let met = ReceivingHost { engine, incarnation, is_up: true, wants, loans: 0 };
+        let met = ReceivingHost { engine, incarnation, is_up: true, wants, loans: 0, named: 0 };
         self.source.hosts.insert(host, met);
     }
 
@@ -169,6 +188,7 @@ impl PayloadCore {
         let Some(parted) = self.source.hosts.get_mut(&host) else { return };
         parted.is_up = false;
         for place in std::mem::take(&mut parted.wants) {
+            self.source.unname(host, &place);
             self.unwant(PayloadReceiver::Host(host), &place, turn);
         }
         if is_over && !planted!("a-restarted-host-keeps-its-loans") {
@@ -226,8 +246,9 @@ impl PayloadCore {
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if let Some(host) = self.source.hosts.get_mut(&host) {
-            host.wants.remove(place);
+        let of = self.source.hosts.get_mut(&host);
+        if of.is_some_and(|of| of.wants.remove(place)) {
+            self.source.unname(host, place);
         }
         let note = PayloadNote::Missing { place: place.clone(), failure: cut(why) };
         self.tell_receiver(host, note, turn);
@@ -239,6 +260,7 @@ impl PayloadCore {
             PayloadNote::Unwant { place } => {
                 let Some(of) = self.source.hosts.get_mut(&host) else { return };
                 if of.wants.remove(&place) {
+                    self.source.unname(host, &place);
                     self.unwant(PayloadReceiver::Host(host), &place, turn);
                 }
             }
@@ -278,6 +300,10 @@ impl PayloadCore {
             && !planted!("hosts-want-without-limit")
         {
             Some("payloads that one host wants")
+        } else if of.named + place.text_len() > HOST_NAMES_MAX
+            && !planted!("hosts-want-names-of-any-length")
+        {
+            Some("bytes in the names of the payloads that one host wants")
         } else {
             None
         };
@@ -286,6 +312,7 @@ impl PayloadCore {
             return self.tell_missing(host, &place, &failure, turn);
         }
         if let Some(of) = self.source.hosts.get_mut(&host) {
+            of.named += place.text_len();
             of.wants.insert(place.clone());
         }
         self.await_payload(PayloadReceiver::Host(host), WantSource::Here, &place, turn);
@@ -413,9 +440,10 @@ impl PayloadCore {
         if is_read || self.source.loans.remove(&number).is_none() {
             return;
         }
-        self.source.open.remove(&(place, host));
+        self.source.open.remove(&(place.clone(), host));
         if let Some(of) = self.source.hosts.get_mut(&host) {
             of.loans -= 1;
+            of.named -= place.text_len();
         }
         self.forget_receiver(host);
         if got {
@@ -427,6 +455,9 @@ impl PayloadCore {
 
     /// Nobody else gets what has this key: loans that nobody reads are over.
     pub(super) fn settle_loans_of(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        if self.source.open.is_empty() {
+            return;
+        }
         let first = (place.clone(), PeerHost(0));
         let last = (place.clone(), PeerHost(u32::MAX));
         let open = self.source.open.range(first..=last).map(|(_, number)| *number);

@@ -7,6 +7,7 @@ use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::*;
 use kvferry_engine::core::layout::*;
 use kvferry_engine::core::message::*;
+use kvferry_engine::core::payload::*;
 use kvferry_engine::fabric::{Address, FabricError, Refused, RegionDesc};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -127,6 +128,39 @@ fn messages() -> Vec<Message> {
     messages
 }
 
+/// All notes about payloads, those that carry a failure with each.
+fn notes() -> Vec<PayloadNote> {
+    let stream = PayloadStream::new("0", "1", "r/@\u{e4}");
+    let place = |key| ScopedKey { deployment: "a".into(), key };
+    let (number, bytes, generation) = (7, 1_611_713, 70_000);
+    let mut notes = vec![
+        PayloadNote::Want { place: place(stream.chunk(300)) },
+        PayloadNote::Unwant { place: place(stream.whole()) },
+        PayloadNote::Done { number, got: true },
+        PayloadNote::Offer { place: place(stream.chunk(0)), number, bytes, generation },
+        PayloadNote::Absent { place: place(stream.chunk(0)), has_stage: true },
+        PayloadNote::Settled { number },
+    ];
+    let failures = [
+        PayloadFailure::Ended,
+        PayloadFailure::GivenUp("why".into()),
+        PayloadFailure::ProducerGone,
+        PayloadFailure::PeerGone("host".into()),
+        PayloadFailure::NotMoved("why".into()),
+        PayloadFailure::Taken,
+        PayloadFailure::Expired,
+        PayloadFailure::CleanedUp,
+        PayloadFailure::PoolFull { bytes, free: 1, largest: 2, share: 3 },
+        PayloadFailure::TooLong { bytes, pool: 4 },
+        PayloadFailure::Overload("what".into()),
+        PayloadFailure::Closed,
+        PayloadFailure::Unknown("Later".into()),
+    ];
+    let missing = |failure| PayloadNote::Missing { place: place(stream.chunk(0)), failure };
+    notes.extend(failures.map(missing));
+    notes
+}
+
 /// The same with all that a registration may say.
 fn whole(registration: Registration) -> Registration {
     let Hello { geometry, mut ranks, .. } = *hello();
@@ -180,6 +214,9 @@ fn frames(version: u16) -> Vec<Frame> {
     frames.extend(numbered.map(|(seq, message)| Frame::Data { envelope, seq, message }));
     if version > 1 {
         frames.push(Frame::Register(whole(registration)));
+        let numbered = (300..).zip(notes());
+        let noted = |(seq, note)| Frame::Data { envelope, seq, message: Message::Payload { note } };
+        frames.extend(numbered.map(noted));
     }
     frames
 }

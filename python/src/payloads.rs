@@ -3,6 +3,7 @@
 use kvferry::sidecar::{
     ArrivedPayload, LinkGauges, PayloadLink, PayloadOutcome, PoolOffer, ReservedSlot,
 };
+use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{
     ClaimId, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
 };
@@ -113,6 +114,12 @@ impl PyPayloadLink {
         self.offer(|pool| pool.file.as_raw_fd())
     }
 
+    /// HOST:PORT by which other hosts call this one; None if they do not reach it.
+    #[getter]
+    fn engine(&self) -> PyResult<Option<String>> {
+        self.offer(|pool| pool.engine.as_ref().map(EngineId::to_string))
+    }
+
     /// This process as the host numbers it.
     #[getter]
     fn client(&self) -> PyResult<u32> {
@@ -160,11 +167,22 @@ impl PyPayloadLink {
     }
 
     /// Wants a payload; once, until its outcome was asked for or it is abandoned. With the process
-    /// that is to put it goes what it has not put.
-    #[pyo3(signature = (key, producer = None))]
-    fn want(&self, py: Python<'_>, key: KeyTuple, producer: Option<u32>) -> PyResult<()> {
-        let producer = producer.map(PayloadClient);
-        py.detach(|| self.link.want(&key_of(key), producer)).map_err(gone)
+    /// that is to put it goes what it has not put. With a host, which is called as its `engine`, it
+    /// comes from there or not at all.
+    #[pyo3(signature = (key, producer = None, host = None))]
+    fn want(
+        &self,
+        py: Python<'_>,
+        key: KeyTuple,
+        producer: Option<u32>,
+        host: Option<&str>,
+    ) -> PyResult<()> {
+        let (key, producer) = (key_of(key), producer.map(PayloadClient));
+        py.detach(|| match host {
+            Some(host) => self.link.want_from(&key, &host.into()),
+            None => self.link.want(&key, producer),
+        })
+        .map_err(gone)
     }
 
     /// What became of a payload, once: ("arrived", claim, offset, bytes of the slot, generation) or

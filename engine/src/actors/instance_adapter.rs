@@ -7,6 +7,7 @@ use crate::core::error::{Failure, PeerViolation};
 use crate::core::ids::EngineId;
 use crate::core::instance::{Instance, InstanceEffect, InstanceInput};
 use crate::core::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
+use crate::core::payload::DirectoryNews;
 use crate::core::time::Nanos;
 use crate::fabric::NextPoll;
 use std::os::fd::BorrowedFd;
@@ -33,6 +34,10 @@ pub trait EffectHandler: Unpin + 'static {
 
     /// What becomes of the registrations.
     fn router(&mut self, _news: &RouterEvent) {}
+
+    /// What the payload core is told of the peers.
+    fn directory(&mut self, _news: DirectoryNews, _out: &mut InputQueue<Instance>) {}
+
     /// A peer's hello was refused.
     fn refused(&mut self, _peer: &EngineId, _failure: &Failure) {}
 
@@ -67,6 +72,7 @@ impl<F: PlaneSet, O: EffectHandler> InstanceAdapter<F, O> {
             }
             CoreEffect::Job(job) => self.outlet.job(&job),
             CoreEffect::Answer(said) => answer(&mut self.outlet, said, out),
+            CoreEffect::Directory(news) => self.outlet.directory(news, out),
             CoreEffect::Violation(violation) => self.outlet.violation(&violation),
             CoreEffect::Router(news) => self.outlet.router(&news),
             CoreEffect::Refused { peer, failure } => self.outlet.refused(&peer, &failure),

@@ -52,6 +52,8 @@ pub mod capability {
     pub const PUSH: u32 = 1;
     /// Decode reads from prefill's blocks.
     pub const PULL: u32 = 1 << 1;
+    /// There are payloads behind the engine, and notes about them are understood.
+    pub const PAYLOADS: u32 = 1 << 2;
 }
 
 /// Messages that may be sent and unacknowledged; part of the protocol: a number further ahead is a

@@ -47,6 +47,9 @@ pub struct CoreConfig {
     pub channel: ChannelConfig,
     /// Who it is to peers that speak MoRIIO, if it deals with any.
     pub moriio: Option<MoriioConfig>,
+    /// True if there are payloads behind it, about which its peers may have notes.
+    #[serde(default)]
+    pub payloads: bool,
 }
 
 impl CoreConfig {
@@ -74,6 +77,7 @@ impl CoreConfig {
             router: None,
             settings: CoreSettings::default(),
             channel: ChannelConfig::default(),
+            payloads: false,
             moriio: None,
         }
     }

@@ -5,6 +5,7 @@ use super::error::{Failure, PeerViolation};
 use super::ids::EngineId;
 use super::machine::Turn;
 use super::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
+use super::payload::{DirectoryCall, DirectoryNews};
 use crate::fabric::ControlEvent;
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +18,8 @@ pub enum CoreInput<H> {
     Control(ControlEvent),
     /// The transfer actor of a TP rank reports.
     Report { rank: u16, report: TransferReport },
+    /// What the payload core has it do with its peers.
+    Directory(DirectoryCall),
     /// Register as draining from now on.
     Drain,
     /// A deadline may be due.
@@ -32,6 +35,8 @@ pub enum CoreEffect<A> {
     Job(TransferJob),
     /// Tell the engine.
     Answer(A),
+    /// Tell the payload core of the peers.
+    Directory(DirectoryNews),
     /// For the log: a peer broke the protocol, and the frame was dropped.
     Violation(PeerViolation),
     /// For the log: what becomes of the registrations.

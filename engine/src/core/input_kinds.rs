@@ -150,6 +150,7 @@ macro_rules! core_kinds {
                 $input::Report { report: TransferReport::Flow { state: FlowState::Done { .. }, .. }, .. },
             FlowFailed =
                 $input::Report { report: TransferReport::Flow { state: FlowState::Failed(_), .. }, .. },
+            Directory = $input::Directory(_),
             Drain = $input::Drain,
             Tick = $input::Tick,
         } by frame_kind {
@@ -168,6 +169,7 @@ core_kinds!("prefill", PrefillInput {
 }
 native {
     Hello, Welcome, Refuse, Ack, Probe, Bye, Abandon, Ask, Announce, Pull, Renew, Release, Cancel,
+    Payload,
 }
 moriio {
     MoriioCall = Call,
@@ -185,6 +187,7 @@ core_kinds!("decode", DecodeInput {
 }
 native {
     Hello, Welcome, Refuse, Ack, Probe, Bye, Begun, Grant, Renewed, Delivered, Ended,
+    Payload,
 }
 moriio {
     MoriioCall = Call,

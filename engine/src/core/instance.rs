@@ -25,6 +25,7 @@ use super::engine_core::{CoreEffect, CoreInput};
 use super::ids::StepId;
 use super::machine::{Gauges, Machine, Outbox};
 use super::message::{DecodeHook, PrefillHook, Role, TransferJob, TransferReport};
+use super::payload::DirectoryCall;
 use super::prefill::{Prefill, PrefillEffect, PrefillInput};
 use super::time::Nanos;
 use super::transfer::{Transfer, TransferConfig, TransferEffect, TransferInput};
@@ -47,6 +48,8 @@ pub enum InstanceInput {
     Prefill(PrefillHook),
     /// The engine tells a decode.
     Decode(DecodeHook),
+    /// What the payload core has the core do with its peers.
+    Directory(DirectoryCall),
     /// Register as draining from now on.
     Drain,
     /// The control plane reports.
@@ -95,6 +98,7 @@ impl InstanceInput {
         match self {
             InstanceInput::Prefill(_)
             | InstanceInput::Decode(_)
+            | InstanceInput::Directory(_)
             | InstanceInput::Drain
             | InstanceInput::Control(_)
             | InstanceInput::Report { .. } => InstancePart::Core,
@@ -279,6 +283,7 @@ fn core_input<H>(
     hook: impl FnOnce(InstanceInput) -> Option<H>,
 ) -> Option<CoreInput<H>> {
     Some(match input {
+        InstanceInput::Directory(call) => CoreInput::Directory(call),
         InstanceInput::Drain => CoreInput::Drain,
         InstanceInput::Control(event) => CoreInput::Control(event),
         InstanceInput::Report { rank, report } => CoreInput::Report { rank, report },

@@ -90,7 +90,7 @@ impl CoreConfig {
             // Places for claims.
             Role::Decode => requests,
         };
-        let of_peers = 8 * peers + 2 * links + peers * WINDOW + TROUBLES_MAX as u64;
+        let of_peers = 9 * peers + 2 * links + peers * WINDOW + TROUBLES_MAX as u64;
         Gauges {
             transfers: total(transfers),
             operations: 0,
@@ -188,21 +188,33 @@ impl RouterConfig {
 impl PayloadConfig {
     /// Limits of the payloads of a host.
     pub fn limits(&self) -> Gauges {
-        let [slots, clients, payloads, reservations] =
-            [self.slots_max, self.clients_max, self.payloads_max, self.reservations_max]
-                .map(u64::from);
+        let [slots, clients, payloads, reservations, hosts, lent] = [
+            self.slots_max,
+            self.clients_max,
+            self.payloads_max,
+            self.reservations_max,
+            self.hosts_max,
+            self.host_payloads_max,
+        ]
+        .map(u64::from);
+        // What its wants are asked of, and what comes for them.
+        let wants = clients.saturating_mul(payloads);
         // Reservations and what is wanted are named by who has them, too; what arrived once more by
         // its key. Deadlines of reservations and of payloads.
         let of_client = 2 * reservations + 4 * payloads;
         Gauges {
             transfers: self.slots_max,
             held: self.slots_max,
-            queued: total(clients * reservations),
+            queued: total((clients * reservations).saturating_add(wants)),
             tombstones: total(2 * u64::from(self.tombstones_max)),
             peers: self.clients_max,
             // Stages that have a part of the pool or wait for one.
-            entries: total(4 * slots + clients.saturating_mul(of_client + 1)),
-            remembered: total(u64::from(self.streams_max) + clients),
+            entries: total(
+                (4 * slots + clients.saturating_mul(of_client + 1))
+                    .saturating_add(wants.saturating_mul(hosts + 5))
+                    .saturating_add(hosts.saturating_mul(5 * lent)),
+            ),
+            remembered: total(2 * u64::from(self.streams_max) + clients + 3 * hosts),
             violations: COUNT,
             ..Gauges::default()
         }

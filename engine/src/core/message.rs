@@ -22,6 +22,7 @@ use super::dialect::moriio::params::MoriioRemote;
 use super::error::Failure;
 use super::ids::*;
 use super::layout::{BlockList, Geometry, RankLayout};
+use super::payload::PayloadNote;
 use super::time::Nanos;
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
@@ -122,12 +123,16 @@ pub enum Message {
         /// True if no byte of the attempt can land any more. Otherwise a second `Ended` follows.
         quiet: bool,
     },
+    /// Between the payload cores behind a decode and a prefill, which hand it on unread. Only to
+    /// peers that have [`super::channel::capability::PAYLOADS`].
+    Payload { note: PayloadNote },
 }
 
 impl Message {
-    /// The attempt that the message is about.
-    pub fn tag(&self) -> &AttemptTag {
+    /// The attempt that the message is about, if it is about one.
+    pub fn tag(&self) -> Option<&AttemptTag> {
         match self {
+            Message::Payload { .. } => None,
             Message::Ask { tag, .. }
             | Message::Begun { tag }
             | Message::Announce { tag, .. }
@@ -138,7 +143,7 @@ impl Message {
             | Message::Delivered { tag, .. }
             | Message::Release { tag, .. }
             | Message::Cancel { tag }
-            | Message::Ended { tag, .. } => tag,
+            | Message::Ended { tag, .. } => Some(tag),
         }
     }
 }

@@ -1,6 +1,8 @@
 //! What the prefill and the decode core have in common: the turn of an input, peers, their
 //! connection to the transfer actors, and the registration with the router.
 
+mod payload_peers;
+
 use super::channel::capability;
 use super::config::CoreConfig;
 use super::dialect::native::kind_of;
@@ -18,6 +20,7 @@ use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
+use payload_peers::PayloadPeers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -91,6 +94,7 @@ pub(super) trait EngineCore {
             CoreInput::Report { rank, report } => {
                 self.peer_manager().report(rank, report, turn);
             }
+            CoreInput::Directory(call) => self.peer_manager().directory(call, turn),
             CoreInput::Drain => self.peer_manager().drain(turn),
             CoreInput::Tick => {
                 self.peer_manager().tick(turn);
@@ -103,6 +107,9 @@ pub(super) trait EngineCore {
                 break;
             }
             for event in events {
+                if self.peer_manager().tell_payloads(&event, turn) {
+                    continue;
+                }
                 match event {
                     PeerManagerEvent::Peer(PeerEvent::Violation(violation)) => {
                         turn.push(CoreEffect::Violation(violation));
@@ -137,6 +144,7 @@ pub(super) struct PeerManager {
     rebuild_delay: Nanos,
     pub(super) peers: Peers,
     moriio: Option<MoriioPeers>,
+    payload_peers: PayloadPeers,
     /// What the peers did that is not sorted yet.
     peer_events: Vec<PeerEvent>,
     /// What the core has not dealt with.
@@ -164,9 +172,12 @@ impl PeerManager {
             incarnation: config.incarnation,
             role: config.role,
             geometry: config.geometry.clone(),
-            capabilities: match config.mode {
-                Mode::Push => capability::PUSH,
-                Mode::Pull => capability::PULL,
+            capabilities: {
+                let mode = match config.mode {
+                    Mode::Push => capability::PUSH,
+                    Mode::Pull => capability::PULL,
+                };
+                if config.payloads { mode | capability::PAYLOADS } else { mode }
             },
         };
         PeerManager {
@@ -181,6 +192,7 @@ impl PeerManager {
                 .moriio
                 .clone()
                 .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
+            payload_peers: PayloadPeers::new(config.payloads, config.role),
             peer_events: Vec::new(),
             events: Vec::new(),
             heartbeat: Heartbeat::new(config),
@@ -354,7 +366,7 @@ impl PeerManager {
         *uses += 1;
         self.uses_total += 1;
         if *uses == 1 && !connection.is_moriio() {
-            self.peers.watch(connection, true, &mut peer_turn(turn, &mut self.peer_events));
+            self.watch(connection, turn);
         }
     }
 
@@ -365,10 +377,9 @@ impl PeerManager {
         self.uses_total -= 1;
         if *uses == 0 {
             self.uses.remove(&connection);
-            if connection.is_moriio() {
-                return;
+            if !connection.is_moriio() {
+                self.watch(connection, turn);
             }
-            self.peers.watch(connection, false, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 
@@ -534,7 +545,8 @@ impl PeerManager {
         let peers = self.peers.gauges();
         let [heartbeat, troubles] = self.heartbeat.as_ref().map_or([0; 2], Heartbeat::sizes);
         let moriio = self.moriio.as_ref().map(MoriioPeers::gauges).unwrap_or_default();
-        let remembered = (self.connected.len() + self.rebuilds.len()) as u32 + troubles;
+        let known = self.connected.len() + self.rebuilds.len() + self.payload_peers.len();
+        let remembered = known as u32 + troubles;
         Gauges {
             queued: peers.queued + moriio.queued + self.fencing.len() as u32,
             peers: peers.peers + moriio.peers,

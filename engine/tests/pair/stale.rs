@@ -210,7 +210,7 @@ fn a_message_that_is_not_said_to_this_role_is_told_with_who_said_it() {
     let mut pair = PairWorld::new(Mode::Pull, 1, 1);
     pair.violations = Some(Vec::new());
     reword(&mut pair, Speaker::Decode, |message| {
-        let tag = message.tag().clone();
+        let tag = message.tag().expect("it is of a transfer").clone();
         *message = Message::Begun { tag };
     });
     arrive_decode(&mut pair, Mode::Pull, 64, 0);

@@ -316,7 +316,7 @@ impl PairWorld {
                         PrefillEffect::Control(command) => self.control(who, command),
                         PrefillEffect::Job(job) => self.job(Role::Prefill, job),
                         PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
-                        PrefillEffect::Router(_) => {}
+                        PrefillEffect::Router(_) | PrefillEffect::Directory(_) => {}
                         PrefillEffect::Violation(violation) => self.violated(violation),
                         PrefillEffect::Refused { peer, failure } => {
                             self.turned_away.push((peer, failure));
@@ -333,7 +333,7 @@ impl PairWorld {
                         DecodeEffect::Control(command) => self.control(who, command),
                         DecodeEffect::Job(job) => self.job(Role::Decode, job),
                         DecodeEffect::Answer(answer) => self.decode_said.push(answer),
-                        DecodeEffect::Router(_) => {}
+                        DecodeEffect::Router(_) | DecodeEffect::Directory(_) => {}
                         DecodeEffect::Violation(violation) => self.violated(violation),
                         DecodeEffect::Refused { peer, .. } => panic!("{peer} dialled a decode"),
                     }

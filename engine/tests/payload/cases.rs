@@ -46,7 +46,7 @@ impl CaseBench {
         self.core.handle(self.now, input, &mut out);
         let answer = |effect| match effect {
             PayloadEffect::Answer { client, answer } => (client, answer),
-            PayloadEffect::Misuse { client, rule } => panic!("{client}: {rule}"),
+            effect => panic!("{effect:?}"),
         };
         out.take().into_iter().map(answer).collect()
     }

@@ -198,6 +198,7 @@ impl PayloadWorld {
             match effect {
                 PayloadEffect::Misuse { .. } => self.misuses += 1,
                 PayloadEffect::Answer { client, answer } => self.answer(client, answer),
+                effect => panic!("{effect:?}, without other hosts"),
             }
         }
     }

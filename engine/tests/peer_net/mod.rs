@@ -165,7 +165,7 @@ impl TestCore {
     pub(crate) fn received(&self, from: ConnectionId) -> Vec<(u32, u32, u32)> {
         let number = |event: &PeerEvent| match event {
             PeerEvent::Message { connection: slot, message } if *slot == from => {
-                let tag = message.tag();
+                let tag = message.tag()?;
                 Some((tag.key.prompt, tag.sibling, tag.attempt.0))
             }
             _ => None,

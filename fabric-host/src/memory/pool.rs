@@ -97,6 +97,20 @@ impl MemfdPool {
     /// # Errors
     /// Why there is no such pool, and what to do about it.
     pub fn new(len: u64, huge: HugePages) -> Result<MemfdPool, String> {
+        let pool = MemfdPool::shared(len, huge)?;
+        let id = file_id(&pool.file).map_err(|why| format!("memory file: {why}"))?;
+        let mut pools = lock(&POOLS);
+        pools.retain(|(_, map)| map.strong_count() > 0);
+        pools.push((id, Arc::downgrade(&pool.map)));
+        Ok(pool)
+    }
+
+    /// As [`MemfdPool::new`], for memory that other processes write as well: they can map its file
+    /// for writing, also when it is registered.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn shared(len: u64, huge: HugePages) -> Result<MemfdPool, String> {
         if len == 0 {
             return Err("a pool of 0 bytes: it has to have some".into());
         }
@@ -134,12 +148,7 @@ impl MemfdPool {
             allocate(&file, map.len() as u64)?;
         }
         let huge = huge_bytes(map.start() as u64);
-        let map = Arc::new(map);
-        let id = file_id(&file).map_err(|why| format!("memory file: {why}"))?;
-        let mut pools = lock(&POOLS);
-        pools.retain(|(_, map)| map.strong_count() > 0);
-        pools.push((id, Arc::downgrade(&map)));
-        Ok(MemfdPool { map, file, huge })
+        Ok(MemfdPool { map: Arc::new(map), file, huge })
     }
 
     fn reserved(len: u64) -> Result<(OwnedFd, MemfdMapping), String> {
@@ -157,8 +166,8 @@ impl MemfdPool {
         Memory::MemFd { fd: self.file.as_raw_fd(), len: self.map.len() as u64 }
     }
 
-    /// The file, for processes that are to write the pool as well: which they can until it is
-    /// registered.
+    /// The file, for processes that are to write the pool as well; a pool that is not
+    /// [shared](MemfdPool::shared) they can write until it is registered.
     pub fn descriptor(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }

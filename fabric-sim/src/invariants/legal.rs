@@ -63,7 +63,7 @@ impl LegalTransitions {
 
     /// Takes a transition; says what is wrong with it.
     fn step(&mut self, way: ConnectionDirection, message: &Message) -> Option<&'static str> {
-        let tag = message.tag();
+        let tag = message.tag()?;
         let back = (way.1, way.0);
         let decode = !matches!(
             message,
@@ -98,7 +98,7 @@ impl LegalTransitions {
             Message::Cancel { .. } => {
                 (!sink.announced).then_some("a cancel of what was not announced")
             }
-            Message::Release { .. } => None,
+            Message::Release { .. } | Message::Payload { .. } => None,
             Message::Begun { .. } => {
                 let again = std::mem::replace(&mut sink.begun, true);
                 let asked = sink.asked || sink.pulled && !sink.granted;

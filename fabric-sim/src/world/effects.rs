@@ -70,6 +70,7 @@ impl Simulation {
             }
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
+            | PrefillEffect::Directory(_)
             | PrefillEffect::Router(_) => {}
         }
         None
@@ -94,8 +95,10 @@ impl Simulation {
                 self.stats.answered(self.now, instance, &answer);
                 self.tell_engine(instance, EngineInput::Decode(answer));
             }
-            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
-            }
+            DecodeEffect::Violation(_)
+            | DecodeEffect::Refused { .. }
+            | DecodeEffect::Directory(_)
+            | DecodeEffect::Router(_) => {}
         }
         None
     }

@@ -474,6 +474,7 @@ fn name(frame: &Frame) -> Option<MessageName> {
             Message::Release { .. } => MessageName::Release,
             Message::Cancel { .. } => MessageName::Cancel,
             Message::Ended { .. } => MessageName::Ended,
+            Message::Payload { .. } => MessageName::Payload,
         },
         _ => return None,
     })

@@ -141,9 +141,10 @@ impl FuzzEngine for DecodeEngine {
             DecodeEffect::Control(command) => FuzzCoreEffect::Control(command),
             DecodeEffect::Job(job) => FuzzCoreEffect::Job(job),
             DecodeEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
-            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
-                FuzzCoreEffect::Nothing
-            }
+            DecodeEffect::Violation(_)
+            | DecodeEffect::Refused { .. }
+            | DecodeEffect::Directory(_)
+            | DecodeEffect::Router(_) => FuzzCoreEffect::Nothing,
         }
     }
 

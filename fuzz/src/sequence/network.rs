@@ -83,10 +83,11 @@ impl FuzzNetwork {
             ControlCommand::HangUp { link } => drop(self.links.remove(&link)),
             ControlCommand::Send { link, frame } | ControlCommand::Reply { link, frame } => {
                 if let Ok(Frame::Data { message, .. }) = native::decode(&frame)
-                    && !self.tags.contains(message.tag())
+                    && let Some(tag) = message.tag()
+                    && !self.tags.contains(tag)
                     && self.tags.len() < UNREAD_MAX
                 {
-                    self.tags.push(message.tag().clone());
+                    self.tags.push(tag.clone());
                 }
                 if self.links.contains_key(&link) && self.unread.len() < UNREAD_MAX {
                     self.unread.push_back((link, frame));
@@ -232,6 +233,7 @@ fn answer(message: Message) -> Option<Message> {
         Message::Renewed { .. }
         | Message::Delivered { .. }
         | Message::Release { .. }
+        | Message::Payload { .. }
         | Message::Ended { .. } => return None,
     })
 }

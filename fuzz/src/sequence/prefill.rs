@@ -120,6 +120,7 @@ impl FuzzEngine for PrefillEngine {
             PrefillEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
+            | PrefillEffect::Directory(_)
             | PrefillEffect::Router(_) => FuzzCoreEffect::Nothing,
         }
     }

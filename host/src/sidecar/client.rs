@@ -103,6 +103,15 @@ impl SidecarClient {
         Ok(())
     }
 
+    /// Has what is said fail when the host has read nothing for so long; else it waits for ever. After
+    /// that nothing can be said any more.
+    ///
+    /// # Errors
+    /// A time of zero.
+    pub fn limit_writes(&self, patience: Duration) -> io::Result<()> {
+        self.stream.set_write_timeout(Some(patience))
+    }
+
     /// The descriptor that came with [`FromHost::Pool`]; once.
     pub fn take_descriptor(&mut self) -> Option<OwnedFd> {
         self.descriptor.take()

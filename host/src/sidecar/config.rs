@@ -4,6 +4,7 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment,
 //! which wins over the file, which wins over the default.
 
+use super::pool_peers::PoolAddress;
 use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
 use crate::process::logs::{LogArgs, LogFormat};
@@ -32,7 +33,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 17] = [
+const KEYS: [&str; 19] = [
     "socket",
     "metrics",
     "secret_file",
@@ -50,6 +51,8 @@ const KEYS: [&str; 17] = [
     "payload_pool",
     "payload_hold_ms",
     "idle_s",
+    "payload_listen",
+    "payload_hosts",
 ];
 
 /// Arguments of `host`.
@@ -129,6 +132,14 @@ pub(crate) struct ConfigLayer {
     /// End when no process of a stage has been there for so many seconds; if not given, with SIGTERM
     #[arg(long, value_name = "N", value_parser = idle_s)]
     idle_s: Option<u64>,
+    /// Where other hosts with a pool reach this one, as they call it; port 0 takes a free one, which
+    /// is logged; nowhere if not given
+    #[arg(long, value_name = "HOST:PORT", value_parser = payload_listen)]
+    payload_listen: Option<PoolAddress>,
+    /// Where this host finds others that put payloads, as their payload_listen says, with commas
+    /// between; besides, those that a stage names
+    #[arg(long, value_name = "HOST:PORT,...", value_parser = payload_hosts)]
+    payload_hosts: Option<PoolAddresses>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -136,6 +147,9 @@ struct Paths(Vec<DataPath>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Uids(Vec<u32>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PoolAddresses(Vec<PoolAddress>);
 
 /// How a host is to be.
 #[derive(Clone, Debug)]
@@ -155,7 +169,7 @@ pub(crate) struct SidecarConfig {
 }
 
 /// What a host for the payloads of stages is to be.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct PayloadSettings {
     /// Bytes of its pool.
     pub(crate) pool: u64,
@@ -163,6 +177,8 @@ pub(crate) struct PayloadSettings {
     pub(crate) hold: Nanos,
     /// It ends when no process has been there for so long, if that is given.
     pub(crate) idle: Option<Duration>,
+    /// Where other hosts reach it, if they do, and where it finds them.
+    pub(crate) peers: Option<(PoolAddress, Vec<PoolAddress>)>,
 }
 
 /// What the operator of a host says of how it serves an engine.
@@ -235,6 +251,21 @@ fn payload_pool(text: &str) -> Result<u64, String> {
 
 fn payload_hold_ms(text: &str) -> Result<u64, String> {
     number("payload_hold_ms", text)
+}
+
+fn pool_address(key: &str, text: &str) -> Result<PoolAddress, String> {
+    PoolAddress::parse(text)
+        .ok_or_else(|| format!("{key} = {text:?}: it has to be HOST:PORT, with IPv6 in brackets"))
+}
+
+fn payload_listen(text: &str) -> Result<PoolAddress, String> {
+    pool_address("payload_listen", text)
+}
+
+fn payload_hosts(text: &str) -> Result<PoolAddresses, String> {
+    let hosts = text.split(',').map(str::trim).filter(|host| !host.is_empty());
+    let hosts = hosts.map(|host| pool_address("payload_hosts", host));
+    hosts.collect::<Result<_, _>>().map(PoolAddresses)
 }
 
 fn idle_s(text: &str) -> Result<u64, String> {
@@ -311,6 +342,8 @@ impl ConfigLayer {
             "payload_pool" => self.payload_pool = Some(payload_pool(text)?),
             "payload_hold_ms" => self.payload_hold_ms = Some(payload_hold_ms(text)?),
             "idle_s" => self.idle_s = Some(idle_s(text)?),
+            "payload_listen" => self.payload_listen = Some(payload_listen(text)?),
+            "payload_hosts" => self.payload_hosts = Some(payload_hosts(text)?),
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
         Ok(())
@@ -338,7 +371,28 @@ impl ConfigLayer {
             payload_pool: self.payload_pool.or(other.payload_pool),
             payload_hold_ms: self.payload_hold_ms.or(other.payload_hold_ms),
             idle_s: self.idle_s.or(other.idle_s),
+            payload_listen: self.payload_listen.or(other.payload_listen),
+            payload_hosts: self.payload_hosts.or(other.payload_hosts),
         }
+    }
+
+    /// What a host for payloads is to be, if it is to be one.
+    fn payloads(&self) -> Result<Option<PayloadSettings>, String> {
+        let hosts = self.payload_hosts.as_ref().map_or(Vec::new(), |hosts| hosts.0.clone());
+        let peers = match (&self.payload_listen, hosts) {
+            (Some(listen), hosts) => Some((listen.clone(), hosts)),
+            (None, hosts) if hosts.is_empty() => None,
+            (None, _) => {
+                return Err(
+                    "payload_hosts is given without payload_listen: give an address of this \
+                    machine, with port 0 if no other host looks for it"
+                        .into(),
+                );
+            }
+        };
+        let hold = self.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
+        let idle = self.idle_s.map(Duration::from_secs);
+        Ok(self.payload_pool.map(|pool| PayloadSettings { pool, hold, idle, peers }))
     }
 
     fn from_env(env: &BTreeMap<String, OsString>) -> Result<ConfigLayer, String> {
@@ -460,9 +514,7 @@ impl HostArgs {
         let mut known: Vec<&str> = variables.iter().map(String::as_str).collect();
         known.push(FILE);
         let strangers = env.into_keys().filter(|name| !known.contains(&&**name)).collect();
-        let hold = given.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
-        let idle = given.idle_s.map(Duration::from_secs);
-        let payloads = given.payload_pool.map(|pool| PayloadSettings { pool, hold, idle });
+        let payloads = given.payloads()?;
         let (default, logs) = (HostConfig::default(), LogArgs::default());
         Ok(SidecarConfig {
             socket: given.socket,

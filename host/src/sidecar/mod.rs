@@ -17,6 +17,7 @@ mod last_error;
 mod metrics;
 pub(crate) mod ownership;
 mod payload_link;
+mod pool_peers;
 pub mod proto;
 pub mod rank;
 pub mod record;
@@ -43,9 +44,9 @@ use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
 use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals, memory, raise_open_files};
 use actix::Handler;
-use config::{PayloadSettings, SidecarConfig};
+use config::{OperatorConfig, PayloadSettings, SidecarConfig};
 use gateway::{DrainSidecar, Gateway};
-use kvferry_engine::actors::{MailboxSender, monotonic_clock};
+use kvferry_engine::actors::{Clock, MailboxSender, monotonic_clock};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Incarnation, TransferId};
@@ -53,8 +54,10 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
+use pool_peers::PoolCores;
 use socket::{ListeningSocket, ServesClients};
-use stages::{StageConfig, StageGateway};
+use stages::{StageActor, StageConfig, StageGateway};
+use std::os::fd::AsRawFd;
 use std::path::Path;
 use tokio::sync::oneshot;
 
@@ -91,16 +94,15 @@ async fn run(socket: &Path, config: &SidecarConfig) -> Result<Exit, CommandError
     let place = socket::listen(socket).map_err(CommandError::Input)?;
     let clock = monotonic_clock();
     let (over, left) = oneshot::channel();
-    let Some(stages) = config.payloads.map(stage_config) else {
+    let Some(payloads) = &config.payloads else {
         let about = (clock, incarnations::now_us());
         let gateway = Gateway::start(about, config.operator.clone(), over);
         tracing::info!(socket = %socket.display(), "waiting for an engine");
         return attend(config, (&place, gateway), left).await;
     };
-    let pool = payload_pool(stages.payloads.pool).map_err(CommandError::Input)?;
-    let bytes = pool.len();
-    let gateway = StageGateway::start(clock, (stages, pool), over);
-    tracing::info!(socket = %socket.display(), pool = bytes, "waiting for stages");
+    let gateway = stage_gateway(payloads, clock, (&config.operator, over));
+    let gateway = gateway.map_err(CommandError::Input)?;
+    tracing::info!(socket = %socket.display(), pool = payloads.pool, "waiting for stages");
     attend(config, (&place, gateway), left).await
 }
 
@@ -127,21 +129,30 @@ where
     Ok(Exit::HELD)
 }
 
-/// A pool all of whose bytes are there.
-fn payload_pool(bytes: u64) -> Result<MemfdPool, String> {
+/// The actor of a host with a pool.
+fn stage_gateway(
+    settings: &PayloadSettings,
+    clock: Clock,
+    (operator, over): (&OperatorConfig, oneshot::Sender<()>),
+) -> Result<MailboxSender<StageActor>, String> {
+    let &PayloadSettings { pool: bytes, hold, idle, ref peers } = settings;
     // The kernel would take memory from others, and at last end a process.
     if let Some(free) = memory::available().filter(|free| *free < bytes) {
         return Err(format!(
             "payload_pool = {bytes}: {free} bytes of memory are available; give a smaller pool"
         ));
     }
-    MemfdPool::new(bytes, HugePages::Try).map_err(|why| format!("payload_pool = {bytes}: {why}"))
-}
-
-fn stage_config(PayloadSettings { pool, hold, idle }: PayloadSettings) -> StageConfig {
-    let payloads = PayloadConfig { pool, hold, ..PayloadConfig::default() };
+    let pool = MemfdPool::shared(bytes, HugePages::Try);
+    let pool = pool.map_err(|why| format!("payload_pool = {bytes}: {why}"))?;
     let incarnation = Incarnation::begin(incarnations::now_us(), None);
-    StageConfig { payloads, incarnation, idle }
+    let memory = (pool.descriptor().as_raw_fd(), pool.len());
+    let cores = peers.as_ref().map(|(listen, hosts)| {
+        let cores = PoolCores::new(listen, incarnation, memory, operator)?;
+        Ok::<_, String>((cores, hosts.clone()))
+    });
+    let payloads = PayloadConfig { pool: pool.len(), hold, ..PayloadConfig::default() };
+    let config = StageConfig { payloads, incarnation, idle };
+    Ok(StageGateway::start(clock, (config, pool, cores.transpose()?), over))
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

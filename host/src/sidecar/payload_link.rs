@@ -2,7 +2,7 @@
 
 use super::SidecarClient;
 use super::proto::{ClientIdentity, FromHost, ToHost};
-use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::payload::{
     ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
     SlotId,
@@ -28,8 +28,11 @@ const SPARE_WAIT: Nanos = Nanos::from_secs(3_600);
 /// How long an answer is looked for before the thread sleeps: about what waking it takes.
 const SPIN: Duration = Duration::from_micros(40);
 
-/// Longest wait for a slot beyond its own time: the host answers then, unless it stands still.
+/// How long a host may stand still. It is given up then: it answers who waits for a slot when that
+/// time is over, and reads what is said.
 const GRACE: Duration = Duration::from_secs(5);
+
+const STANDS_STILL: &str = "the kvferry host stands still: it neither reads nor answers";
 
 /// The pool of a host, as one of its clients has it.
 #[derive(Debug)]
@@ -38,6 +41,8 @@ pub struct PoolOffer {
     pub client: PayloadClient,
     /// Bytes of the pool.
     pub bytes: u64,
+    /// What other hosts call this one, if they reach it.
+    pub engine: Option<EngineId>,
     pub incarnation: Incarnation,
     /// The pool's memory file, to be mapped.
     pub file: OwnedFd,
@@ -137,7 +142,10 @@ impl LinkState {
     }
 
     fn lose(&mut self, why: &io::Error) {
-        let why = format!("the kvferry host is gone: {why}");
+        let why = match why.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => STANDS_STILL.into(),
+            _ => format!("the kvferry host is gone: {why}"),
+        };
         self.end.get_or_insert((ErrorKind::NotConnected, why));
     }
 
@@ -169,9 +177,9 @@ impl LinkState {
                     let why = format!("the kvferry host: {why}");
                     self.end.get_or_insert((ErrorKind::ConnectionRefused, why));
                 }
-                FromHost::Pool { client, bytes, incarnation, .. } => {
+                FromHost::Pool { client, bytes, engine, incarnation, .. } => {
                     let file = self.client.take_descriptor();
-                    self.begin(client, (bytes, incarnation), file);
+                    self.begin(file, |file| PoolOffer { client, bytes, engine, incarnation, file });
                 }
                 _ => {}
             }
@@ -179,17 +187,13 @@ impl LinkState {
         self.inbox = inbox;
     }
 
-    fn begin(
-        &mut self,
-        client: PayloadClient,
-        (bytes, incarnation): (u64, Incarnation),
-        file: Option<OwnedFd>,
-    ) {
+    fn begin(&mut self, file: Option<OwnedFd>, offer: impl FnOnce(OwnedFd) -> PoolOffer) {
         let Some(file) = file else {
             return self.lose(&io::Error::other("it gave no memory with its pool"));
         };
-        let spares = (bytes / 1_024 / SPARE_BYTES).min(SPARES_MAX);
-        self.pool = Some((PoolOffer { client, bytes, incarnation, file }, spares));
+        let offer = offer(file);
+        let spares = (offer.bytes / 1_024 / SPARE_BYTES).min(SPARES_MAX);
+        self.pool = Some((offer, spares));
         let hooks = self.ask_spares();
         // One that is gone is noticed by the next who wants something.
         let _ = self.send(&hooks);
@@ -271,6 +275,7 @@ impl PayloadLink {
     pub fn connect(path: &Path, deployment: &str, stage: &str) -> io::Result<PayloadLink> {
         let who = ClientIdentity::Stage { deployment: deployment.into(), stage: stage.into() };
         let client = SidecarClient::connect(path, who)?;
+        client.limit_writes(GRACE)?;
         let socket = client.as_fd().try_clone_to_owned()?;
         let state = LinkState {
             client,
@@ -348,8 +353,15 @@ impl PayloadLink {
     pub fn wait_ready(&self, patience: Duration) -> io::Result<PoolOffer> {
         let found = |state: &mut LinkState| {
             let (pool, _) = state.pool.as_ref()?;
-            let PoolOffer { client, bytes, incarnation, ref file } = *pool;
-            Some(file.try_clone().map(|file| PoolOffer { client, bytes, incarnation, file }))
+            let &PoolOffer { client, bytes, ref engine, incarnation, ref file } = pool;
+            let engine = engine.clone();
+            Some(file.try_clone().map(|file| PoolOffer {
+                client,
+                bytes,
+                engine,
+                incarnation,
+                file,
+            }))
         };
         let silent = || io::Error::new(ErrorKind::TimedOut, "the kvferry host is silent");
         self.until(patience, found)?.ok_or_else(silent)?
@@ -420,13 +432,30 @@ impl PayloadLink {
     /// # Errors
     /// The host is gone.
     pub fn want(&self, key: &PayloadKey, producer: Option<PayloadClient>) -> io::Result<()> {
+        self.want_by(key, |key| PayloadHook::Want { key, producer })
+    }
+
+    /// The same, of what a process at another host puts, which is called as its
+    /// [`PoolOffer::engine`].
+    ///
+    /// # Errors
+    /// The host is gone.
+    pub fn want_from(&self, key: &PayloadKey, host: &EngineId) -> io::Result<()> {
+        self.want_by(key, |key| PayloadHook::WantFrom { key, host: host.clone() })
+    }
+
+    fn want_by(
+        &self,
+        key: &PayloadKey,
+        hook: impl FnOnce(PayloadKey) -> PayloadHook,
+    ) -> io::Result<()> {
         let mut state = self.state();
         state.check()?;
         if state.wants.contains_key(key) {
             return Ok(());
         }
         state.wants.insert(key.clone(), None);
-        state.tell(PayloadHook::Want { key: key.clone(), producer })
+        state.tell(hook(key.clone()))
     }
 
     /// What became of a wanted payload, if it is known, without waiting; after that it is wanted no

@@ -14,7 +14,7 @@ use super::spec::{ServingEngine, ServingWorker};
 use crate::instance::{Overrides, PlaneCounters};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{Incarnation, RequestId, StepId};
+use kvferry_engine::core::ids::{EngineId, Incarnation, RequestId, StepId};
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
@@ -219,6 +219,8 @@ pub enum FromHost {
         /// Of the pool's memory file, in the host; the client gets one of its own with the message.
         #[serde(skip)]
         descriptor: RawFd,
+        /// What other hosts call this one, if they reach it.
+        engine: Option<EngineId>,
         incarnation: Incarnation,
         versions: VersionRange,
     },

@@ -1,6 +1,8 @@
 //! What a host of payloads counts, in the format of Prometheus.
 
-use crate::instance::metrics_text;
+use crate::instance::{
+    CounterSource, CutCollector, InputCollector, InstanceTrust, PlaneCollector, metrics_text,
+};
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::payload::{PayloadAnswer, PayloadHook};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -33,8 +35,12 @@ pub(super) struct StageMetrics {
 }
 
 impl StageMetrics {
-    /// Of a pool of so many bytes.
-    pub(super) fn new(bytes: u64) -> StageMetrics {
+    /// Of a pool of so many bytes, and, where other hosts reach it, what moves the bytes and who is
+    /// answered.
+    pub(super) fn new(
+        bytes: u64,
+        peers: Option<(Vec<CounterSource>, InstanceTrust)>,
+    ) -> StageMetrics {
         let mut metrics = StageMetrics {
             registry: Registry::with_prefix("kvferry"),
             puts: Counter::default(),
@@ -51,6 +57,13 @@ impl StageMetrics {
         };
         metrics.pool.set(bytes as i64);
         metrics.register();
+        if let Some((counters, trust)) = peers {
+            let all = &mut metrics.registry;
+            all.register_collector(Box::new(PlaneCollector::new("transfer", counters)));
+            all.register_collector(Box::new(InputCollector));
+            all.register_collector(Box::new(CutCollector));
+            trust.register(all);
+        }
         metrics
     }
 

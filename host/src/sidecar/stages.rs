@@ -2,12 +2,13 @@
 
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, DrainSidecar, IdleCheck};
 use super::metrics::Scrape;
+use super::pool_peers::{PoolAddress, PoolCores, PoolPeers};
 use super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
 use super::socket::ServesClients;
 use super::stage_metrics::StageMetrics;
-use actix::{AsyncContext, Context, Handler};
-use kvferry_engine::actors::{Clock, Driver, InputQueue, MailboxSender, PlaneAdapter};
-use kvferry_engine::core::ids::Incarnation;
+use actix::{Addr, AsyncContext, Context, Handler};
+use kvferry_engine::actors::{Clock, Driver, Input, InputQueue, MailboxSender, PlaneAdapter};
+use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::machine::Machine;
 use kvferry_engine::core::payload::{
     PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadHook,
@@ -30,6 +31,9 @@ pub(super) type StageActor = Driver<StageGateway>;
 /// Messages of connections that may wait for the actor.
 const MAILBOX: usize = 4_096;
 
+/// Other hosts that are known at most; those that a stage names beyond are not asked.
+const HOSTS_MAX: usize = 4_096;
+
 /// What a host of payloads is.
 pub(super) struct StageConfig {
     pub(super) payloads: PayloadConfig,
@@ -41,6 +45,10 @@ pub(super) struct StageConfig {
 pub(super) struct StageGateway {
     config: StageConfig,
     pool: MemfdPool,
+    /// What other hosts call this one, if they reach it.
+    engine: Option<EngineId>,
+    /// The way to other hosts, if there is one.
+    peers: Option<PoolPeers>,
     /// Those that have joined; one that is cut off is told nothing any more.
     clients: BTreeMap<PayloadClient, Option<Sender<FromHost>>>,
     metrics: StageMetrics,
@@ -55,15 +63,31 @@ impl StageGateway {
     /// Why there is no pool of this size.
     pub(super) fn start(
         clock: Clock,
-        (config, pool): (StageConfig, MemfdPool),
+        (config, pool, cores): (StageConfig, MemfdPool, Option<(PoolCores, Vec<PoolAddress>)>),
         over: oneshot::Sender<()>,
     ) -> MailboxSender<StageActor> {
-        let machine = PayloadCore::new(config.payloads.clone());
-        let metrics = StageMetrics::new(pool.len());
-        let (clients, over) = (BTreeMap::new(), Some(over));
-        let adapter = StageGateway { config, pool, clients, metrics, changes: 0, over };
-        let idle = adapter.config.idle;
-        let actor = Driver::start(|_| adapter, machine, None, clock);
+        let payloads = config.payloads.clone();
+        let engine = cores.as_ref().map(|(cores, _)| cores.engine.clone());
+        let machine = match &engine {
+            Some(engine) => PayloadCore::with_peers(payloads, engine.clone(), config.incarnation),
+            None => PayloadCore::new(payloads),
+        };
+        let counted = cores.as_ref().map(|(cores, _)| (cores.counters.clone(), cores.trust));
+        let metrics = StageMetrics::new(pool.len(), counted);
+        let (clients, over, idle) = (BTreeMap::new(), Some(over), config.idle);
+        let hosts = cores.as_ref().map_or(Vec::new(), |(_, hosts)| hosts.clone());
+        let (mut named, timing) = (None, clock.clone());
+        let adapter = |own: Addr<StageActor>| {
+            let mut peers = cores.map(|(cores, _)| cores.start(&own, &timing));
+            for host in &hosts {
+                named = peers.as_mut().and_then(|peers| peers.add(host)).or(named.take());
+            }
+            StageGateway { config, pool, engine, peers, clients, metrics, changes: 0, over }
+        };
+        let actor = Driver::start(adapter, machine, None, clock);
+        if let Some(hosts) = named {
+            actor.do_send(Input(hosts));
+        }
         if idle.is_some() {
             actor.do_send(ClientLeft(0));
         }
@@ -90,6 +114,7 @@ impl StageGateway {
                     client,
                     bytes: self.pool.len(),
                     descriptor: self.pool.descriptor().as_raw_fd(),
+                    engine: self.engine.clone(),
                     incarnation: self.config.incarnation,
                     versions: VersionRange::OWN,
                 };
@@ -124,9 +149,20 @@ impl StageGateway {
             ToHost::Payload(PayloadHook::Joined { .. } | PayloadHook::Left) => {
                 self.cut(client, "what the connection says is not said by it");
             }
-            ToHost::Payload(hook) => inputs.push_back(PayloadInput::Hook { client, hook }),
+            ToHost::Payload(hook) => {
+                if let PayloadHook::WantFrom { host, .. } = &hook {
+                    inputs.extend(self.meet(host));
+                }
+                inputs.push_back(PayloadInput::Hook { client, hook });
+            }
             _ => self.cut(client, "a stage says nothing but what it does with payloads"),
         }
+    }
+
+    /// A host that a stage names is one from then on.
+    fn meet(&mut self, host: &EngineId) -> Option<PayloadInput> {
+        let peers = self.peers.as_mut().filter(|peers| peers.len() < HOSTS_MAX)?;
+        peers.add(&PoolAddress::parse(&host.0)?)
     }
 
     /// Ends a connection; what it has goes when that is over.
@@ -166,8 +202,12 @@ impl PlaneAdapter for StageGateway {
     }
 
     fn perform(&mut self, _: &PayloadCore, effect: PayloadEffect, _: &mut InputQueue<PayloadCore>) {
+        let effect = match &self.peers {
+            Some(peers) => peers.perform(effect),
+            None => Some(effect),
+        };
         match effect {
-            PayloadEffect::Answer { client, answer } => {
+            Some(PayloadEffect::Answer { client, answer }) => {
                 self.metrics.answered(&answer);
                 if let PayloadAnswer::Missing { key, failure } = &answer {
                     tracing::debug!(%client, %key, why = %failure, "a payload does not come");
@@ -178,9 +218,17 @@ impl PlaneAdapter for StageGateway {
                     self.cut(client, "it does not take what it is told");
                 }
             }
-            PayloadEffect::Misuse { client, rule } => {
+            Some(PayloadEffect::Misuse { client, rule }) => {
                 tracing::warn!(%client, %rule, "a process of a stage broke a rule");
             }
+            Some(PayloadEffect::PeerMisuse { peer, rule }) => {
+                tracing::warn!(%peer, %rule, "a host of payloads broke a rule");
+            }
+            Some(PayloadEffect::FetchFailed { peer, failure }) => {
+                tracing::warn!(%peer, why = %failure, "a payload did not come from another host");
+            }
+            // Without other hosts there is nothing for the cores.
+            _ => {}
         }
     }
 

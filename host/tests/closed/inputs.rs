@@ -38,7 +38,9 @@ const SIGNED: &str = "host/tests/hostile/signed.rs";
 
 const OBSERVED: &str = "host/tests/embed/observed.rs";
 
-const EXCEPTIONS: [Exception; 12] = exceptions! {
+const HOSTS: &str = "engine/tests/payload_hosts/cases.rs";
+
+const EXCEPTIONS: [Exception; 16] = exceptions! {
     "router" "Register"
         "no shell makes one: instances register by frames"
         None,
@@ -64,6 +66,18 @@ const EXCEPTIONS: [Exception; 12] = exceptions! {
         "a read that lasts 1 s is one of gigabytes: all that it reads is there when it begins. The same \
          report of writes is seen here, at a prefill"
         None,
+    "prefill" "Directory"
+        "these instances have no payloads"
+        Some((HOSTS, "a_payload_goes_to_the_host_that_wants_it")),
+    "prefill" "Payload"
+        "as above"
+        Some((HOSTS, "a_payload_goes_to_the_host_that_wants_it")),
+    "decode" "Directory"
+        "as above"
+        Some((HOSTS, "a_payload_goes_to_the_host_that_wants_it")),
+    "decode" "Payload"
+        "as above"
+        Some((HOSTS, "a_payload_goes_to_the_host_that_wants_it")),
     "transfer" "Unregistered"
         "as RankUnusable, which follows"
         Some((OBSERVED, "memory_that_is_not_there_is_seen_in_metrics")),

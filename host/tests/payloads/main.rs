@@ -1,10 +1,12 @@
 //! A host with a pool, and processes of stages that put and get payloads.
 
+mod hosts;
 #[path = "../sidecar_process/mod.rs"]
 mod sidecar_process;
 
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::{ArrivedPayload, PayloadLink, PoolOffer};
+use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{PayloadFailure, PayloadHook, PayloadKey, PayloadStream};
 use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
 use std::fs::File;
@@ -19,14 +21,17 @@ const POOL_ARGS: [&str; 2] = ["--payload-pool", "67108864"];
 struct StageProcess {
     link: PayloadLink,
     pool: File,
+    /// What other hosts call its host.
+    engine: Option<EngineId>,
 }
 
 impl StageProcess {
     fn of(host: &SidecarProcess, stage: &str) -> StageProcess {
         let link = PayloadLink::connect(&host.socket, "server", stage).expect("the host listens");
-        let PoolOffer { bytes, file, .. } = link.wait_ready(PATIENCE).expect("it has a pool");
+        let PoolOffer { bytes, file, engine, .. } =
+            link.wait_ready(PATIENCE).expect("it has a pool");
         assert_eq!(bytes, POOL);
-        StageProcess { link, pool: File::from(file) }
+        StageProcess { link, pool: File::from(file), engine }
     }
 
     fn put(&self, key: &PayloadKey, bytes: &[u8]) {
@@ -164,6 +169,22 @@ fn room_is_waited_for_and_no_longer_than_was_said() {
         thinker.link.give_back(all.slot).expect("a host");
         waits.join().expect("no panic").expect("a host").expect("there is room now");
     });
+}
+
+#[test]
+fn nobody_waits_for_a_host_that_stands_still() {
+    let host = SidecarProcess::with_args("stopped-host", &POOL_ARGS);
+    let thinker = StageProcess::of(&host, "0");
+    let pid = rustix::process::Pid::from_child(&host.child);
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("it runs");
+    let why = thinker.link.reserve(1 << 20, Duration::ZERO).expect_err("it does not answer");
+    assert!(why.to_string().contains("stands still"), "{why}");
+    // What is told and not read ends as well, when there is no room for it.
+    let told =
+        (0..1_000_000).find_map(|chunk| thinker.link.end(stream(&format!("{chunk}")), None).err());
+    let why = told.expect("there is an end to what can be told");
+    assert!(why.to_string().contains("stands still"), "{why}");
+    thinker.link.close();
 }
 
 #[test]

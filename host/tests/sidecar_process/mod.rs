@@ -78,9 +78,11 @@ impl SidecarProcess {
         (SidecarProcess::listening(child, socket), at)
     }
 
-    pub(crate) fn listening(child: Child, socket: PathBuf) -> SidecarProcess {
+    pub(crate) fn listening(mut child: Child, socket: PathBuf) -> SidecarProcess {
         let start = Instant::now();
         while UnixStream::connect(&socket).is_err() {
+            let ended = child.try_wait().expect("a child");
+            assert!(ended.is_none(), "the host ended: {ended:?}");
             assert!(start.elapsed() < PATIENCE, "no host");
             std::thread::yield_now();
         }

@@ -156,6 +156,7 @@ closed_list! {
         Release "" "Release" "decode to prefill: ranks that need the source no more"
         Cancel "" "Cancel" "decode to prefill: stop writing"
         Ended "" "Ended" "prefill to decode: the attempt ended without success"
+        Payload "" "Payload" "between payload cores: a note"
         Hello "" "Hello" "first frame of who dialled"
         Welcome "" "Welcome" "answer to a hello that fits"
         Refuse "" "Refuse" "answer to a hello that does not fit"

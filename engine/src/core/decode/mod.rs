@@ -140,13 +140,15 @@ impl Decode {
             | Message::Pull { .. }
             | Message::Renew { .. }
             | Message::Release { .. }
-            | Message::Cancel { .. } => {
+            | Message::Cancel { .. }
+            | Message::Payload { .. } => {
                 turn.push(DecodeEffect::Violation(
                     self.peer_manager.violation(connection, &message),
                 ));
             }
             message => {
-                if let Some(request) = self.request_of(connection, message.tag()) {
+                let request = message.tag().and_then(|tag| self.request_of(connection, tag));
+                if let Some(request) = request {
                     self.message_for(request, message, turn);
                 }
             }

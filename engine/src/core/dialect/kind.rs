@@ -42,6 +42,7 @@ kinds! {
     Release = 22,
     Cancel = 23,
     Ended = 24,
+    Payload = 25,
 }
 
 /// Bytes of kinds from here on are those of messages, which have a number and are acknowledged,

@@ -200,13 +200,15 @@ fn pack(kind: MessageKind, version: u16, body: &impl Serialize) -> Vec<u8> {
 /// True if the message, whatever its numbers, fits into a frame.
 pub fn fits(message: &Message) -> bool {
     let lists: usize = match message {
+        Message::Payload { note } => note.text_len(),
         Message::Announce { blocks, .. } | Message::Grant { blocks, .. } => {
             blocks.iter().map(|list| 16 + 5 * list.ids.len()).sum()
         }
         _ => 0,
     };
     // Names of variants, the envelope, numbers and the longest reason take less than the rest.
-    lists + message.tag().key.id.0.len() + 4096 <= FRAME_MAX
+    let name = message.tag().map_or(0, |tag| tag.key.id.0.len());
+    lists + name + 4096 <= FRAME_MAX
 }
 
 /// The frame that the bytes are. Takes time and memory in proportion to their length.
@@ -349,5 +351,6 @@ pub fn kind_of(message: &Message) -> MessageKind {
         Message::Release { .. } => MessageKind::Release,
         Message::Cancel { .. } => MessageKind::Cancel,
         Message::Ended { .. } => MessageKind::Ended,
+        Message::Payload { .. } => MessageKind::Payload,
     }
 }

@@ -167,7 +167,7 @@ impl MoriioPeers {
 
     /// What the prefill core says to a decode.
     pub(super) fn on_prefill_message(&mut self, message: Message, turn: &mut PeerTurn<'_>) {
-        let transfer = message.tag().key.id.clone();
+        let Some(transfer) = message.tag().map(|tag| tag.key.id.clone()) else { return };
         let Some(feed) = self.feeds.get_mut(&transfer) else { return };
         match message {
             Message::Grant { lease, .. } => {

@@ -45,7 +45,7 @@ impl MoriioPeers {
         message: Message,
         turn: &mut PeerTurn<'_>,
     ) {
-        let transfer = message.tag().key.id.clone();
+        let Some(transfer) = message.tag().map(|tag| tag.key.id.clone()) else { return };
         let Some(fetch) = self.fetches.get_mut(&transfer) else { return };
         match message {
             Message::Ask { tag, tokens } => {

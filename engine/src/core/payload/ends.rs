@@ -1,9 +1,10 @@
 //! What does not come any more: streams that ended, processes that are gone, payloads that were
 //! cleaned up.
 
-use super::exchange::ScopedKey;
+use super::exchange::PayloadReceiver;
 use super::io::{PayloadClient, PayloadFailure, PayloadStream};
-use super::slots::ScopedStage;
+use super::note::ScopedKey;
+use super::slots::{PoolShare, ReservationOwner, ScopedStage};
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -68,13 +69,16 @@ impl PayloadCore {
     /// A process is gone with all that it has; what it put stays.
     pub(super) fn left(&mut self, client: PayloadClient, turn: &mut PayloadTurn<'_>) {
         let Some(state) = self.clients.remove(&client) else { return };
+        let share = PoolShare { stage: state.stage.clone(), is_fetched: false };
         for ticket in state.tickets {
-            self.slots.stop_waiting(&state.stage, client, ticket);
+            let owner = ReservationOwner::Client(client, ticket);
+            self.slots.stop_waiting(&share, owner);
             self.timers.cancel(&PayloadTimer::Wait(client, ticket));
         }
         let deployment = &state.stage.deployment;
         for key in state.wants {
-            self.unwant(client, &ScopedKey { deployment: deployment.clone(), key });
+            let place = ScopedKey { deployment: deployment.clone(), key };
+            self.unwant(PayloadReceiver::Client(client), &place, turn);
         }
         for claim in state.claims {
             self.give_back(claim, turn);
@@ -109,7 +113,13 @@ impl PayloadCore {
         let waited = self.wants.range(first..).map(|(place, _)| place.clone());
         let waited = waited.take_while(of_stage).filter(|place| !self.payloads.contains_key(place));
         for place in waited.collect::<Vec<_>>() {
-            self.fail_wants(&place, &PayloadFailure::ProducerGone, turn);
+            let gone = PayloadFailure::ProducerGone;
+            self.fail_hosts(&place, &gone, turn);
+            if self.asks.contains_key(&place) {
+                self.settle_ask(&place, Some(&gone), turn);
+            } else {
+                self.fail_wants(&place, &gone, turn);
+            }
         }
     }
 }

@@ -1,45 +1,67 @@
-//! Brings payloads and those who want them together.
+//! Payloads, and those who want them.
 
-use super::io::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadEffect, PayloadFailure, PayloadKey, SlotId,
-};
+use super::io::{ClaimId, PayloadAnswer, PayloadClient, PayloadEffect, PayloadFailure, SlotId};
+use super::note::ScopedKey;
+use super::source::PeerHost;
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
+use crate::core::ids::{EngineId, Incarnation};
 use crate::core::time::Nanos;
-use std::sync::Arc;
 
-/// A key of one deployment.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct ScopedKey {
-    pub(super) deployment: Arc<str>,
-    pub(super) key: PayloadKey,
+/// Where a payload of another host came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct CopyOrigin {
+    pub(super) host: EngineId,
+    pub(super) incarnation: Incarnation,
+    /// As that host counts.
+    pub(super) generation: u64,
 }
 
 /// A payload that was put, until all its receivers have taken it. It owns its slot, as each claim
 /// does.
 #[derive(Debug)]
 pub(super) struct HeldPayload {
-    slot: SlotId,
+    pub(super) slot: SlotId,
     generation: u64,
     /// Receivers that are still to come.
     left: u32,
     /// Receivers for whom it arrived, and who have not taken it.
     untaken: u32,
+    /// The host that has it for those who want more of it; none if it was put here.
+    pub(super) origin: Option<CopyOrigin>,
+}
+
+/// Who gets a payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum PayloadReceiver {
+    Client(PayloadClient),
+    /// All of another host.
+    Host(PeerHost),
+}
+
+/// Who is to put what somebody waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum WantSource {
+    Anybody,
+    /// Somebody of this host.
+    Here,
+    Process(PayloadClient),
+    Host(EngineId),
 }
 
 /// Who waits for a payload, and for whom.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct WaitingReceiver {
-    pub(super) client: PayloadClient,
-    pub(super) producer: Option<PayloadClient>,
+    pub(super) receiver: PayloadReceiver,
+    pub(super) source: WantSource,
 }
 
 /// One payload for one receiver.
 #[derive(Debug)]
 pub(super) struct PayloadClaim {
-    client: PayloadClient,
-    slot: SlotId,
+    pub(super) receiver: PayloadReceiver,
+    pub(super) slot: SlotId,
     place: ScopedKey,
-    generation: u64,
+    pub(super) generation: u64,
     is_taken: bool,
 }
 
@@ -59,80 +81,148 @@ impl PayloadCore {
             self.misused(client, "a payload has one receiver at least", turn);
             return self.let_go(slot, turn);
         }
-        // What has the same key is an earlier generation: nobody gets it any more.
-        self.withdraw(&place, turn);
         self.spent.remove(&place);
         self.begin_stream(client, &place);
+        self.hold(place, slot, (receivers, None), turn);
+    }
+
+    /// There is a payload for so many receivers, which owns a slot.
+    pub(super) fn hold(
+        &mut self,
+        place: ScopedKey,
+        slot: SlotId,
+        (left, origin): (u32, Option<CopyOrigin>),
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        // What has the same key is an earlier generation: nobody gets it any more.
+        self.withdraw(&place, turn);
         let generation = self.fresh();
         if self.config.hold != Nanos::ZERO {
             self.timers.arm(PayloadTimer::Hold(place.clone()), turn.now + self.config.hold);
         }
-        let payload = HeldPayload { slot, generation, left: receivers, untaken: 0 };
+        let payload = HeldPayload { slot, generation, left, untaken: 0, origin };
         self.payloads.insert(place.clone(), payload);
         self.offer(&place, turn);
+    }
+
+    /// There is a payload for one receiver more.
+    pub(super) fn hold_more(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        if let Some(payload) = self.payloads.get_mut(place) {
+            payload.left += 1;
+        }
+        self.offer(place, turn);
+    }
+
+    /// Why nobody waits for this here, if nobody does.
+    pub(super) fn over(&self, place: &ScopedKey) -> Option<PayloadFailure> {
+        if self.payloads.contains_key(place) {
+            return None;
+        }
+        self.spent.get(place).or_else(|| self.ended.get(&place.stream())).cloned()
     }
 
     pub(super) fn wanted(
         &mut self,
         client: PayloadClient,
-        (place, producer): (ScopedKey, Option<PayloadClient>),
+        (place, source): (ScopedKey, WantSource),
         turn: &mut PayloadTurn<'_>,
     ) {
-        let is_gone = producer.is_some_and(|producer| !self.clients.contains_key(&producer));
+        let over = match &source {
+            // It is the other host that knows.
+            WantSource::Host(host) if self.payloads.contains_key(&place) || self.knows(host) => {
+                None
+            }
+            WantSource::Host(host) => Some(PayloadFailure::PeerGone(host.0.clone())),
+            WantSource::Process(producer)
+                if !self.clients.contains_key(producer) && !self.payloads.contains_key(&place) =>
+            {
+                self.over(&place).or(Some(PayloadFailure::ProducerGone))
+            }
+            _ => self.over(&place),
+        };
         let Some(state) = self.clients.get_mut(&client) else { return };
         if state.wants.contains(&place.key) || state.arrived.contains_key(&place.key) {
             return;
         }
-        let failure = if self.payloads.contains_key(&place) {
-            None
-        } else {
-            let over = self.spent.get(&place).or_else(|| self.ended.get(&place.stream())).cloned();
-            over.or(is_gone.then_some(PayloadFailure::ProducerGone))
-        };
         let has = state.wants.len() + state.claims.len();
         let full = has >= self.config.payloads_max as usize;
         let full = full.then(|| PayloadFailure::Overload("payloads that one process wants".into()));
-        let failure = failure.or(full);
-        if let Some(failure) = failure {
+        if let Some(failure) = over.or(full) {
             let answer = PayloadAnswer::Missing { key: place.key, failure };
             return turn.push(PayloadEffect::Answer { client, answer });
         }
         state.wants.insert(place.key.clone());
-        let receiver = WaitingReceiver { client, producer };
-        self.wants.entry(place.clone()).or_default().push_back(receiver);
-        self.offer(&place, turn);
+        self.await_payload(PayloadReceiver::Client(client), source, &place, turn);
+    }
+
+    /// One more waits for a payload, which may be there.
+    pub(super) fn await_payload(
+        &mut self,
+        receiver: PayloadReceiver,
+        source: WantSource,
+        place: &ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let waiting = WaitingReceiver { receiver, source };
+        self.wants.entry(place.clone()).or_default().push_back(waiting);
+        self.offer(place, turn);
+        self.ask_hosts(place, turn);
+    }
+
+    /// The next one who gets what is there.
+    fn next_waiting(&mut self, place: &ScopedKey, is_copy: bool) -> Option<PayloadReceiver> {
+        let waiting = self.wants.get_mut(place)?;
+        // What is of another host is had there.
+        let may = |waits: &WaitingReceiver| {
+            !is_copy || matches!(waits.receiver, PayloadReceiver::Client(_))
+        };
+        let next = waiting.iter().position(may)?;
+        let receiver = waiting.remove(next)?.receiver;
+        if waiting.is_empty() {
+            self.wants.remove(place);
+        }
+        Some(receiver)
     }
 
     /// Hands a payload to those who want it.
     fn offer(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
-        loop {
-            let Some(payload) = self.payloads.get_mut(place).filter(|payload| payload.left > 0)
-            else {
-                return;
-            };
-            let Some(waiting) = self.wants.get_mut(place) else { return };
-            let Some(WaitingReceiver { client, .. }) = waiting.pop_front() else { return };
-            if waiting.is_empty() {
-                self.wants.remove(place);
-            }
+        while let Some(payload) = self.payloads.get(place).filter(|payload| payload.left > 0) {
+            let is_copy = payload.origin.is_some();
+            let Some(receiver) = self.next_waiting(place, is_copy) else { return };
+            let Some(payload) = self.payloads.get_mut(place) else { return };
             payload.left -= 1;
             payload.untaken += 1;
             let (slot, generation) = (payload.slot, payload.generation);
             self.slots.add_owner(slot);
             let claim = ClaimId(self.fresh());
-            if let Some(state) = self.clients.get_mut(&client) {
-                state.wants.remove(&place.key);
-                state.claims.insert(claim);
-                state.arrived.insert(place.key.clone(), claim);
+            let (place, is_taken) = (place.clone(), false);
+            let held = PayloadClaim { receiver, slot, place: place.clone(), generation, is_taken };
+            self.claims.insert(claim, held);
+            match receiver {
+                PayloadReceiver::Client(client) => self.arrived(client, claim, place, turn),
+                PayloadReceiver::Host(host) => self.lend(host, claim, place, turn),
             }
-            let place = place.clone();
-            let (offset, bytes) = self.slots.place(slot);
-            let key = place.key.clone();
-            let answer = PayloadAnswer::Arrived { key, claim, offset, bytes, generation };
-            turn.push(PayloadEffect::Answer { client, answer });
-            let is_taken = false;
-            self.claims.insert(claim, PayloadClaim { client, slot, place, generation, is_taken });
         }
+    }
+
+    fn arrived(
+        &mut self,
+        client: PayloadClient,
+        claim: ClaimId,
+        place: ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let Some(&PayloadClaim { slot, generation, .. }) = self.claims.get(&claim) else { return };
+        if let Some(state) = self.clients.get_mut(&client) {
+            state.wants.remove(&place.key);
+            state.claims.insert(claim);
+            state.arrived.insert(place.key.clone(), claim);
+        }
+        let (offset, bytes) = self.slots.place(slot);
+        let answer =
+            PayloadAnswer::Arrived { key: place.key.clone(), claim, offset, bytes, generation };
+        turn.push(PayloadEffect::Answer { client, answer });
+        self.ask_hosts(&place, turn);
     }
 
     pub(super) fn take(
@@ -141,15 +231,23 @@ impl PayloadCore {
         claim: ClaimId,
         turn: &mut PayloadTurn<'_>,
     ) {
-        let found = self.claims.get_mut(&claim).filter(|claim| claim.client == client);
-        let Some(found) = found else {
+        let its = PayloadReceiver::Client(client);
+        if self.claims.get(&claim).is_none_or(|claim| claim.receiver != its) {
             return self.misused(client, "it has no such claim to take", turn);
-        };
+        }
+        self.take_claim(claim, turn);
+    }
+
+    /// A receiver has what it claims: it does not go to anybody else.
+    pub(super) fn take_claim(&mut self, claim: ClaimId, turn: &mut PayloadTurn<'_>) {
+        let Some(found) = self.claims.get_mut(&claim) else { return };
         if std::mem::replace(&mut found.is_taken, true) {
             return;
         }
         let (place, generation) = (found.place.clone(), found.generation);
-        if let Some(state) = self.clients.get_mut(&client) {
+        if let PayloadReceiver::Client(client) = found.receiver
+            && let Some(state) = self.clients.get_mut(&client)
+        {
             state.arrived.remove(&place.key);
         }
         let Some(payload) = self.same_generation(&place, generation) else { return };
@@ -165,13 +263,19 @@ impl PayloadCore {
         claim: ClaimId,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if self.claims.get(&claim).is_none_or(|claim| claim.client != client) {
+        let its = PayloadReceiver::Client(client);
+        if self.claims.get(&claim).is_none_or(|claim| claim.receiver != its) {
             return self.misused(client, "it has no such claim to release", turn);
         }
-        self.take(client, claim, turn);
+        self.take_claim(claim, turn);
         if let Some(state) = self.clients.get_mut(&client) {
             state.claims.remove(&claim);
         }
+        self.drop_claim(claim, turn);
+    }
+
+    /// A claim is over, and its owner of the slot with it.
+    pub(super) fn drop_claim(&mut self, claim: ClaimId, turn: &mut PayloadTurn<'_>) {
         if let Some(claim) = self.claims.remove(&claim) {
             self.let_go(claim.slot, turn);
         }
@@ -187,7 +291,7 @@ impl PayloadCore {
         let answer = PayloadAnswer::Abandoned { key: place.key.clone() };
         turn.push(PayloadEffect::Answer { client, answer });
         if state.wants.remove(&place.key) {
-            return self.unwant(client, place);
+            return self.unwant(PayloadReceiver::Client(client), place, turn);
         }
         if let Some(claim) = state.arrived.remove(&place.key) {
             state.claims.remove(&claim);
@@ -195,13 +299,19 @@ impl PayloadCore {
         }
     }
 
-    /// Takes a client out of those who wait for a payload.
-    pub(super) fn unwant(&mut self, client: PayloadClient, place: &ScopedKey) {
+    /// Takes one out of those who wait for a payload.
+    pub(super) fn unwant(
+        &mut self,
+        receiver: PayloadReceiver,
+        place: &ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) {
         let Some(waiting) = self.wants.get_mut(place) else { return };
-        waiting.retain(|waits| waits.client != client);
+        waiting.retain(|waits| waits.receiver != receiver);
         if waiting.is_empty() {
             self.wants.remove(place);
         }
+        self.ask_hosts(place, turn);
     }
 
     /// What arrived for a receiver that did not take it is for the next one.
@@ -218,7 +328,11 @@ impl PayloadCore {
         self.let_go(claim.slot, turn);
     }
 
-    fn same_generation(&mut self, place: &ScopedKey, generation: u64) -> Option<&mut HeldPayload> {
+    pub(super) fn same_generation(
+        &mut self,
+        place: &ScopedKey,
+        generation: u64,
+    ) -> Option<&mut HeldPayload> {
         let same = |payload: &&mut HeldPayload| {
             payload.generation == generation || planted!("claims-know-no-generation")
         };
@@ -230,17 +344,23 @@ impl PayloadCore {
         if let Some(payload) = self.payloads.remove(place) {
             self.timers.cancel(&PayloadTimer::Hold(place.clone()));
             self.let_go(payload.slot, turn);
+            self.settle_loans_of(place, turn);
         }
     }
 
-    /// Withdraws a payload, and tells those who wait for it why.
+    /// Withdraws a payload, and tells those who wait for it why. Of what came from another host there
+    /// may be more.
     pub(super) fn forget(
         &mut self,
         place: &ScopedKey,
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
+        let is_copy = self.payloads.get(place).is_some_and(|payload| payload.origin.is_some());
         self.withdraw(place, turn);
+        if is_copy {
+            return self.ask_again(place, turn);
+        }
         self.spent.insert(place.clone(), why.clone());
         self.fail_wants(place, why, turn);
     }
@@ -252,18 +372,39 @@ impl PayloadCore {
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
-        for WaitingReceiver { client, .. } in self.wants.remove(place).unwrap_or_default() {
-            self.fail_want(client, place, why, turn);
+        for WaitingReceiver { receiver, .. } in self.wants.remove(place).unwrap_or_default() {
+            self.fail_want(receiver, place, why, turn);
         }
+        self.ask_hosts(place, turn);
     }
 
-    fn fail_want(
+    /// Tells all hosts that wait for a payload that it does not come.
+    pub(super) fn fail_hosts(
         &mut self,
-        client: PayloadClient,
         place: &ScopedKey,
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
+        let waiting = self.wants.get(place).into_iter().flatten();
+        let is_host = |receiver: &PayloadReceiver| matches!(receiver, PayloadReceiver::Host(_));
+        let hosts = waiting.map(|waits| waits.receiver).filter(is_host);
+        for receiver in hosts.collect::<Vec<_>>() {
+            self.unwant(receiver, place, turn);
+            self.fail_want(receiver, place, why, turn);
+        }
+    }
+
+    pub(super) fn fail_want(
+        &mut self,
+        receiver: PayloadReceiver,
+        place: &ScopedKey,
+        why: &PayloadFailure,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let client = match receiver {
+            PayloadReceiver::Client(client) => client,
+            PayloadReceiver::Host(host) => return self.tell_missing(host, place, why, turn),
+        };
         if let Some(state) = self.clients.get_mut(&client) {
             state.wants.remove(&place.key);
         }
@@ -275,14 +416,15 @@ impl PayloadCore {
     pub(super) fn fail_wants_of(&mut self, producer: PayloadClient, turn: &mut PayloadTurn<'_>) {
         let mut lost = Vec::new();
         for (place, waiting) in &self.wants {
-            let its = waiting.iter().filter(|waits| waits.producer == Some(producer));
+            let source = WantSource::Process(producer);
+            let its = waiting.iter().filter(|waits| waits.source == source);
             if !self.payloads.contains_key(place) {
-                lost.extend(its.map(|waits| (waits.client, place.clone())));
+                lost.extend(its.map(|waits| (waits.receiver, place.clone())));
             }
         }
-        for (client, place) in lost {
-            self.unwant(client, &place);
-            self.fail_want(client, &place, &PayloadFailure::ProducerGone, turn);
+        for (receiver, place) in lost {
+            self.unwant(receiver, &place, turn);
+            self.fail_want(receiver, &place, &PayloadFailure::ProducerGone, turn);
         }
     }
 }

@@ -1,7 +1,11 @@
 //! What the payload core takes and wants: inputs and effects.
 
-use crate::core::ids::number_id;
+use super::note::{DirectoryCall, DirectoryNews};
+use crate::core::error::Failure;
+use crate::core::ids::{EngineId, number_id};
+use crate::core::message::{DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook};
 use crate::core::time::Nanos;
+use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -80,6 +84,10 @@ pub enum PayloadFailure {
     GivenUp(Arc<str>),
     /// The process that was to put it is gone.
     ProducerGone,
+    /// The host that was to put it, which is named, is gone or out of reach.
+    PeerGone(Arc<str>),
+    /// It is on another host, and its bytes could not be moved, for this reason.
+    NotMoved(Arc<str>),
     /// As many as were to have it have it.
     Taken,
     /// Nobody asked for it in time.
@@ -108,6 +116,8 @@ pub enum PayloadFailure {
     Overload(Arc<str>),
     /// The host ends.
     Closed,
+    /// What a host of a later version calls by this name.
+    Unknown(Arc<str>),
 }
 
 impl PayloadFailure {
@@ -117,6 +127,8 @@ impl PayloadFailure {
             PayloadFailure::Ended => "ended",
             PayloadFailure::GivenUp(_) => "given-up",
             PayloadFailure::ProducerGone => "producer-gone",
+            PayloadFailure::PeerGone(_) => "peer-gone",
+            PayloadFailure::NotMoved(_) => "not-moved",
             PayloadFailure::Taken => "taken",
             PayloadFailure::Expired => "expired",
             PayloadFailure::CleanedUp => "cleaned-up",
@@ -124,6 +136,7 @@ impl PayloadFailure {
             PayloadFailure::TooLong { .. } => "too-long",
             PayloadFailure::Overload(_) => "overload",
             PayloadFailure::Closed => "closed",
+            PayloadFailure::Unknown(_) => "unknown",
         }
     }
 }
@@ -134,6 +147,12 @@ impl fmt::Display for PayloadFailure {
             PayloadFailure::Ended => f.write_str("the stream has ended before it"),
             PayloadFailure::GivenUp(why) => write!(f, "its producer gave it up: {why}"),
             PayloadFailure::ProducerGone => f.write_str("the process that was to put it is gone"),
+            PayloadFailure::PeerGone(host) => {
+                write!(f, "the host {host} is gone, or is none of those that are known here")
+            }
+            PayloadFailure::NotMoved(why) => {
+                write!(f, "its bytes could not be moved from the host that has it: {why}")
+            }
             PayloadFailure::Taken => f.write_str("another receiver has it"),
             PayloadFailure::Expired => f.write_str("nobody took it in time"),
             PayloadFailure::CleanedUp => f.write_str("it was cleaned up"),
@@ -147,6 +166,9 @@ impl fmt::Display for PayloadFailure {
             }
             PayloadFailure::Overload(what) => write!(f, "too many {what}"),
             PayloadFailure::Closed => f.write_str("the host ends"),
+            PayloadFailure::Unknown(name) => {
+                write!(f, "the other host says {name}, which this version does not know")
+            }
         }
     }
 }
@@ -183,6 +205,13 @@ pub enum PayloadHook {
         key: PayloadKey,
         /// The process that will put it, if that is known: with it goes what it has not put.
         producer: Option<PayloadClient>,
+    },
+    /// As [`PayloadHook::Want`], of what a process of one other host puts: it comes from there or not
+    /// at all.
+    WantFrom {
+        key: PayloadKey,
+        /// One of [`PayloadInput::Hosts`].
+        host: EngineId,
     },
     /// It is not wanted any more. What arrived for it and was not taken is for others. One
     /// [`PayloadAnswer::Abandoned`] follows.
@@ -237,6 +266,16 @@ pub enum PayloadAnswer {
 pub enum PayloadInput {
     /// A client tells.
     Hook { client: PayloadClient, hook: PayloadHook },
+    /// The other hosts that put payloads: all of them, those named before that are still there too.
+    Hosts(Vec<PayloadHost>),
+    /// The prefill core, from whose pool other hosts pull, tells.
+    Prefill(PrefillAnswer),
+    /// It tells of hosts that get payloads here.
+    PrefillPeer(DirectoryNews),
+    /// The decode core, which pulls from other hosts, tells.
+    Decode(DecodeAnswer),
+    /// It tells of hosts that put payloads.
+    DecodePeer(DirectoryNews),
     /// Reserve nothing any more.
     Drain,
     /// A deadline may be due.
@@ -248,8 +287,29 @@ pub enum PayloadInput {
 pub enum PayloadEffect {
     /// Tell a client.
     Answer { client: PayloadClient, answer: PayloadAnswer },
+    /// Tell the prefill core, whose one group and layer is the pool with a token per page.
+    Prefill(PrefillHook),
+    /// Have it do something with its peers.
+    PrefillPeer(DirectoryCall),
+    /// Tell the decode core, which has the same pool.
+    Decode(DecodeHook),
+    /// Have it do something with its peers.
+    DecodePeer(DirectoryCall),
+    /// For the log: another host broke the rule, and what it said was dropped.
+    PeerMisuse { peer: EngineId, rule: Arc<str> },
+    /// For the log: the bytes of a payload did not come from another host.
+    FetchFailed { peer: EngineId, failure: Failure },
     /// For the log: a client broke the rule, and what it said was dropped.
     Misuse { client: PayloadClient, rule: Arc<str> },
+}
+
+/// Another host that puts payloads.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PayloadHost {
+    /// Its prefill core.
+    pub engine: EngineId,
+    /// Where that listens.
+    pub control: Endpoint,
 }
 
 /// The pool and the limits of a payload core.
@@ -266,6 +326,10 @@ pub struct PayloadConfig {
     pub clients_max: u32,
     /// Payloads that one client wants, or has got and not released.
     pub payloads_max: u32,
+    /// Other hosts that get payloads here, at a time.
+    pub hosts_max: u32,
+    /// Payloads that one of them wants, or was offered and has not settled; for more it waits.
+    pub host_payloads_max: u32,
     /// Slots that one client waits for at a time.
     pub reservations_max: u32,
     /// Streams whose producer is remembered until they end; of older ones nobody learns that it is
@@ -283,9 +347,23 @@ impl Default for PayloadConfig {
             slots_max: 65_536,
             clients_max: 1_024,
             payloads_max: 65_536,
+            hosts_max: 1_024,
+            host_payloads_max: 262_144,
             reservations_max: 256,
             streams_max: 65_536,
             tombstones_max: 65_536,
         }
+    }
+}
+
+impl From<PrefillHook> for PayloadEffect {
+    fn from(hook: PrefillHook) -> Self {
+        PayloadEffect::Prefill(hook)
+    }
+}
+
+impl From<DecodeHook> for PayloadEffect {
+    fn from(hook: DecodeHook) -> Self {
+        PayloadEffect::Decode(hook)
     }
 }

@@ -27,7 +27,7 @@
 //!     core.handle(Nanos::ZERO, PayloadInput::Hook { client, hook }, &mut out);
 //!     let answer = |effect| match effect {
 //!         PayloadEffect::Answer { client, answer } => (client, answer),
-//!         PayloadEffect::Misuse { rule, .. } => panic!("{rule}"),
+//!         effect => panic!("{effect:?}"),
 //!     };
 //!     out.drain().map(answer).collect::<Vec<_>>()
 //! };
@@ -50,22 +50,32 @@
 //! ```
 
 mod clients;
+mod directory;
 mod ends;
 mod exchange;
+mod fetch;
 mod holes;
 mod io;
+mod note;
 pub mod pool;
 mod slots;
+mod source;
 
+use super::ids::{EngineId, Incarnation};
 use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::recent_set::RecentMap;
 use super::time::Nanos;
 use super::timers::Timers;
 use clients::PayloadClientState;
+use directory::{PayloadAsk, SourceHost};
 use ends::ScopedStream;
-use exchange::{HeldPayload, PayloadClaim, ScopedKey, WaitingReceiver};
+use exchange::{HeldPayload, PayloadClaim, WaitingReceiver, WantSource};
+use fetch::PayloadFetch;
 pub use io::*;
-use slots::{ScopedStage, SlotTable};
+pub use note::{DirectoryCall, DirectoryNews, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
+use slots::{PoolShare, ReservationOwner, ScopedStage, SlotTable};
+use source::PayloadSource;
+pub use source::{pool_geometry, pool_layout};
 use std::collections::{BTreeMap, VecDeque};
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -74,6 +84,12 @@ enum PayloadTimer {
     Wait(PayloadClient, u64),
     /// A payload waits no longer for receivers.
     Hold(ScopedKey),
+    /// A host that was lost is looked for again.
+    Meet(EngineId),
+    /// Hosts that had no room are asked again.
+    Ask(ScopedKey),
+    /// A payload that comes waits no longer for room.
+    Room(u64),
 }
 
 type PayloadTurn<'a> = Turn<'a, PayloadEffect>;
@@ -96,6 +112,19 @@ pub struct PayloadCore {
     ended: RecentMap<ScopedStream, PayloadFailure>,
     /// Keys whose payload is gone.
     spent: RecentMap<ScopedKey, PayloadFailure>,
+    /// What other hosts get here.
+    source: PayloadSource,
+    /// The other hosts that put payloads.
+    sources: BTreeMap<EngineId, SourceHost>,
+    /// What they are asked for.
+    asks: BTreeMap<ScopedKey, PayloadAsk>,
+    /// What comes from them, and of which payload each is.
+    fetches: BTreeMap<u64, PayloadFetch>,
+    fetching: BTreeMap<ScopedKey, u64>,
+    /// The other host that puts the chunks of a stream.
+    stream_host: RecentMap<ScopedStream, EngineId>,
+    /// The prefill core of this host.
+    host: (EngineId, Incarnation),
     timers: Timers<PayloadTimer>,
     next_id: u64,
     is_draining: bool,
@@ -103,7 +132,7 @@ pub struct PayloadCore {
 }
 
 impl PayloadCore {
-    /// A host without payloads.
+    /// A host without payloads, which has nothing to do with other hosts.
     pub fn new(config: PayloadConfig) -> PayloadCore {
         PayloadCore {
             slots: SlotTable::new(config.pool, config.slots_max),
@@ -115,12 +144,29 @@ impl PayloadCore {
             producers: RecentMap::new(config.streams_max),
             ended: RecentMap::new(config.tombstones_max),
             spent: RecentMap::new(config.tombstones_max),
+            source: PayloadSource::default(),
+            sources: BTreeMap::new(),
+            asks: BTreeMap::new(),
+            fetches: BTreeMap::new(),
+            fetching: BTreeMap::new(),
+            stream_host: RecentMap::new(config.streams_max),
+            host: ("".into(), Incarnation(0)),
             timers: Timers::default(),
             next_id: 0,
             is_draining: false,
             misuses: 0,
             config,
         }
+    }
+
+    /// The payloads of a host whose pool a prefill and a decode core have, too: the engine of the
+    /// prefill core, from which other hosts pull.
+    pub fn with_peers(
+        config: PayloadConfig,
+        engine: EngineId,
+        incarnation: Incarnation,
+    ) -> PayloadCore {
+        PayloadCore { host: (engine, incarnation), ..PayloadCore::new(config) }
     }
 
     fn fresh(&mut self) -> u64 {
@@ -154,7 +200,13 @@ impl PayloadCore {
             }
             PayloadHook::Return { slot } => self.returned(client, slot, turn),
             PayloadHook::Want { key, producer } => {
-                self.wanted(client, (scoped(key), producer), turn);
+                let source = producer.map_or(WantSource::Anybody, WantSource::Process);
+                self.wanted(client, (scoped(key), source), turn);
+            }
+            PayloadHook::WantFrom { key, host } => {
+                let is_here = host == self.host.0;
+                let source = if is_here { WantSource::Here } else { WantSource::Host(host) };
+                self.wanted(client, (scoped(key), source), turn);
             }
             PayloadHook::Abandon { key } => self.abandoned(client, &scoped(key), turn),
             PayloadHook::Take { claim } => self.take(client, claim, turn),
@@ -201,7 +253,8 @@ impl PayloadCore {
             return self.refuse(client, ticket, failure, turn);
         }
         state.tickets.insert(ticket);
-        self.slots.wait(&state.stage, (client, ticket), bytes);
+        let share = PoolShare { stage: state.stage.clone(), is_fetched: false };
+        self.slots.wait(&share, ReservationOwner::Client(client, ticket), bytes);
         self.timers.arm(PayloadTimer::Wait(client, ticket), turn.now + wait);
         self.serve_reservations(turn);
         if wait == Nanos::ZERO {
@@ -211,8 +264,14 @@ impl PayloadCore {
 
     /// Gives slots to those who wait, in their order, as long as there is room.
     fn serve_reservations(&mut self, turn: &mut PayloadTurn<'_>) {
-        while let Some((reservation, slot, offset)) = self.slots.serve(self.stages.len()) {
-            let (client, ticket) = (reservation.client, reservation.ticket);
+        while let Some((reservation, slot, offset)) = self.slots.serve(self.shares()) {
+            let (client, ticket) = match reservation.owner {
+                ReservationOwner::Client(client, ticket) => (client, ticket),
+                ReservationOwner::Fetch(fetch) => {
+                    self.fetch_into(fetch, slot, turn);
+                    continue;
+                }
+            };
             self.timers.cancel(&PayloadTimer::Wait(client, ticket));
             if let Some(state) = self.clients.get_mut(&client) {
                 state.tickets.remove(&ticket);
@@ -226,9 +285,11 @@ impl PayloadCore {
     /// Nobody is kept waiting for a slot longer than it said; those behind it may find room.
     fn wait_over(&mut self, client: PayloadClient, ticket: u64, turn: &mut PayloadTurn<'_>) {
         let Some(state) = self.clients.get(&client) else { return };
-        let waited = self.slots.stop_waiting(&state.stage, client, ticket);
+        let owner = ReservationOwner::Client(client, ticket);
+        let share = PoolShare { stage: state.stage.clone(), is_fetched: false };
+        let waited = self.slots.stop_waiting(&share, owner);
         let Some(bytes) = waited else { return };
-        let failure = self.slots.full(bytes, self.stages.len());
+        let failure = self.slots.full(bytes, self.shares());
         self.refuse(client, ticket, failure, turn);
         self.serve_reservations(turn);
     }
@@ -266,7 +327,12 @@ impl PayloadCore {
     fn drain(&mut self, turn: &mut PayloadTurn<'_>) {
         self.is_draining = true;
         for reservation in self.slots.drain_waiting() {
-            self.refuse(reservation.client, reservation.ticket, PayloadFailure::Closed, turn);
+            match reservation.owner {
+                ReservationOwner::Client(client, ticket) => {
+                    self.refuse(client, ticket, PayloadFailure::Closed, turn);
+                }
+                ReservationOwner::Fetch(fetch) => self.fetch_refused(fetch, turn),
+            }
         }
     }
 
@@ -275,8 +341,16 @@ impl PayloadCore {
             match timer {
                 PayloadTimer::Wait(client, ticket) => self.wait_over(client, ticket, turn),
                 PayloadTimer::Hold(place) => self.forget(&place, &PayloadFailure::Expired, turn),
+                PayloadTimer::Ask(place) => self.ask_lost(&place, turn),
+                PayloadTimer::Room(fetch) => self.room_is_over(fetch, turn),
+                PayloadTimer::Meet(host) => self.meet_again(&host, turn),
             }
         }
+    }
+
+    /// Parts of the pool: one per stage, and one of what each puts on other hosts.
+    fn shares(&self) -> usize {
+        self.stages.len() + self.slots.shares_beside(&self.stages)
     }
 
     /// Bytes of the pool in no slot.
@@ -293,6 +367,11 @@ impl Machine for PayloadCore {
         let turn = &mut Turn::new(now, out);
         match input {
             PayloadInput::Hook { client, hook } => self.hook(client, hook, turn),
+            PayloadInput::Hosts(hosts) => self.set_hosts(hosts, turn),
+            PayloadInput::Prefill(answer) => self.lent(answer, turn),
+            PayloadInput::PrefillPeer(news) => self.receiver_news(news, turn),
+            PayloadInput::Decode(answer) => self.fetched(answer, turn),
+            PayloadInput::DecodePeer(news) => self.source_news(news, turn),
             PayloadInput::Drain => self.drain(turn),
             PayloadInput::Tick => self.tick(turn),
         }
@@ -306,7 +385,11 @@ impl Machine for PayloadCore {
         let of_clients = self.clients.values().map(PayloadClientState::entries).sum::<usize>();
         let waiting = self.wants.values().map(|clients| 1 + clients.len()).sum::<usize>();
         let of_slots = self.slots.entries() + self.claims.len() + self.timers.len();
-        let entries = of_clients + waiting + of_slots;
+        let asked = self.asks.values().map(PayloadAsk::entries).sum::<usize>();
+        let fetched = self.fetches.len() + self.fetching.len();
+        let done = self.sources.values().map(SourceHost::entries).sum::<usize>();
+        let of_hosts = self.source.entries() + asked + fetched + done;
+        let entries = of_clients + waiting + of_slots + of_hosts;
         Gauges {
             transfers: self.payloads.len() as u32,
             held: self.slots.len() as u32,
@@ -314,7 +397,11 @@ impl Machine for PayloadCore {
             tombstones: (self.ended.len() + self.spent.len()) as u32,
             peers: self.clients.len() as u32,
             entries: entries as u32,
-            remembered: (self.producers.len() + self.stages.len()) as u32,
+            remembered: (self.producers.len()
+                + self.stages.len()
+                + self.stream_host.len()
+                + self.sources.len()
+                + self.source.remembered()) as u32,
             violations: self.misuses,
             ..Gauges::default()
         }

@@ -12,17 +12,27 @@ pub(super) struct ScopedStage {
     pub(super) stage: Arc<str>,
 }
 
+/// Those who have a share of the pool together.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct PoolShare {
+    /// Who puts.
+    pub(super) stage: ScopedStage,
+    /// What the stage puts on other hosts is apart: else two hosts that are full of what the other one
+    /// wants would wait for each other.
+    pub(super) is_fetched: bool,
+}
+
 #[derive(Debug)]
 struct PoolSlot {
     range: PoolRange,
     owners: u32,
     /// Whose share of the pool it is of.
-    stage: ScopedStage,
+    share: PoolShare,
 }
 
-/// What a stage has of the pool.
+/// What those of a share have of the pool.
 #[derive(Clone, Copy, Debug, Default)]
-struct StageUse {
+struct ShareUse {
     /// Bytes, in whole pages.
     bytes: u64,
     slots: usize,
@@ -33,11 +43,18 @@ fn whole(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE)
 }
 
-/// A client that waits for room.
+/// Who waits for room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ReservationOwner {
+    /// A client, with its ticket.
+    Client(PayloadClient, u64),
+    /// A payload that comes from another host.
+    Fetch(u64),
+}
+
 #[derive(Debug)]
 pub(super) struct Reservation {
-    pub(super) client: PayloadClient,
-    pub(super) ticket: u64,
+    pub(super) owner: ReservationOwner,
     bytes: u64,
     /// Counts the reservations.
     number: u64,
@@ -54,8 +71,8 @@ pub(super) struct SlotTable {
     pool: PayloadPool,
     slots: BTreeMap<SlotId, PoolSlot>,
     slots_max: usize,
-    used: BTreeMap<ScopedStage, StageUse>,
-    waiting: BTreeMap<ScopedStage, VecDeque<Reservation>>,
+    used: BTreeMap<PoolShare, ShareUse>,
+    waiting: BTreeMap<PoolShare, VecDeque<Reservation>>,
     reservations: u64,
     next: u64,
 }
@@ -86,22 +103,17 @@ impl SlotTable {
     }
 
     /// What each of the stages may have.
-    fn share(&self, stages: usize) -> StageUse {
+    fn share(&self, stages: usize) -> ShareUse {
         let stages = stages.max(1);
         let slots = (self.slots_max / stages).max(1);
-        StageUse { bytes: self.pool.bytes() / stages as u64, slots }
+        ShareUse { bytes: self.pool.bytes() / stages as u64, slots }
     }
 
     /// Waits for a slot.
-    pub(super) fn wait(
-        &mut self,
-        stage: &ScopedStage,
-        (client, ticket): (PayloadClient, u64),
-        bytes: u64,
-    ) {
+    pub(super) fn wait(&mut self, share: &PoolShare, owner: ReservationOwner, bytes: u64) {
         self.reservations += 1;
-        let reservation = Reservation { client, ticket, bytes, number: self.reservations };
-        self.waiting.entry(stage.clone()).or_default().push_back(reservation);
+        let reservation = Reservation { owner, bytes, number: self.reservations };
+        self.waiting.entry(share.clone()).or_default().push_back(reservation);
     }
 
     /// Serves who waited longest of those whose stage has less than its share, if there is room: with
@@ -110,46 +122,44 @@ impl SlotTable {
         if self.slots.len() >= self.slots_max {
             return None;
         }
-        let share = self.share(stages);
-        let is_served = |stage: &ScopedStage, bytes: u64| {
-            let used = self.used.get(stage).copied().unwrap_or_default();
+        let most = self.share(stages);
+        let is_served = |share: &PoolShare, bytes: u64| {
+            let used = self.used.get(share).copied().unwrap_or_default();
             // What is longer than a share has to fit as well.
-            let fits = bytes == 0 || used.bytes == 0 || used.bytes + whole(bytes) <= share.bytes;
-            fits && used.slots < share.slots || planted!("a-stage-may-fill-the-pool")
+            let fits = bytes == 0 || used.bytes == 0 || used.bytes + whole(bytes) <= most.bytes;
+            fits && used.slots < most.slots || planted!("a-stage-may-fill-the-pool")
         };
-        let heads = self.waiting.iter().filter_map(|(stage, all)| Some((stage, all.front()?)));
-        let (stage, head) = heads
-            .filter(|(stage, head)| is_served(stage, head.bytes))
+        let heads = self.waiting.iter().filter_map(|(share, all)| Some((share, all.front()?)));
+        let (share, head) = heads
+            .filter(|(share, head)| is_served(share, head.bytes))
             .min_by_key(|(_, head)| head.number)?;
         let range = self.pool.allocate(head.bytes).ok()?;
-        let stage = stage.clone();
-        let waiting = self.waiting.get_mut(&stage)?;
+        let share = share.clone();
+        let waiting = self.waiting.get_mut(&share)?;
         let reservation = waiting.pop_front()?;
         if waiting.is_empty() {
-            self.waiting.remove(&stage);
+            self.waiting.remove(&share);
         }
         self.next += 1;
         let (slot, offset) = (SlotId(self.next), range.offset());
-        let used = self.used.entry(stage.clone()).or_default();
+        let used = self.used.entry(share.clone()).or_default();
         used.bytes += whole(range.bytes());
         used.slots += 1;
-        self.slots.insert(slot, PoolSlot { range, owners: 1, stage });
+        self.slots.insert(slot, PoolSlot { range, owners: 1, share });
         Some((reservation, slot, offset))
     }
 
     /// Takes one reservation out, and says how long it was to be.
     pub(super) fn stop_waiting(
         &mut self,
-        stage: &ScopedStage,
-        client: PayloadClient,
-        ticket: u64,
+        share: &PoolShare,
+        owner: ReservationOwner,
     ) -> Option<u64> {
-        let waiting = self.waiting.get_mut(stage)?;
-        let is_it = |waits: &Reservation| waits.client == client && waits.ticket == ticket;
-        let place = waiting.iter().position(is_it)?;
+        let waiting = self.waiting.get_mut(share)?;
+        let place = waiting.iter().position(|waits| waits.owner == owner)?;
         let bytes = waiting.remove(place).map(|waits| waits.bytes);
         if waiting.is_empty() {
-            self.waiting.remove(stage);
+            self.waiting.remove(share);
         }
         bytes
     }
@@ -178,16 +188,23 @@ impl SlotTable {
         if found.owners > 0 && !planted!("a-slot-has-one-owner") {
             return;
         }
-        let Some(PoolSlot { range, stage, .. }) = self.slots.remove(&slot) else { return };
+        let Some(PoolSlot { range, share, .. }) = self.slots.remove(&slot) else { return };
         let freed = self.pool.free(range);
         debug_assert!(freed.is_ok(), "{freed:?}");
-        if let Some(used) = self.used.get_mut(&stage) {
+        if let Some(used) = self.used.get_mut(&share) {
             used.bytes -= whole(range.bytes());
             used.slots -= 1;
             if used.slots == 0 {
-                self.used.remove(&stage);
+                self.used.remove(&share);
             }
         }
+    }
+
+    /// Shares that have slots or wait for some, beside those of these stages.
+    pub(super) fn shares_beside<T>(&self, stages: &BTreeMap<ScopedStage, T>) -> usize {
+        let waiting = self.waiting.keys().filter(|share| !self.used.contains_key(share));
+        let beside = |share: &&PoolShare| share.is_fetched || !stages.contains_key(&share.stage);
+        self.used.keys().chain(waiting).filter(beside).count()
     }
 
     pub(super) fn free_bytes(&self) -> u64 {
@@ -202,7 +219,7 @@ impl SlotTable {
         self.waiting.values().map(VecDeque::len).sum()
     }
 
-    /// Stages that have slots or wait for some.
+    /// Shares that have slots or wait for some.
     pub(super) fn entries(&self) -> usize {
         self.used.len() + self.waiting.len()
     }

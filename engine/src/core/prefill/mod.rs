@@ -170,7 +170,8 @@ impl Prefill {
             | Message::Grant { .. }
             | Message::Renewed { .. }
             | Message::Delivered { .. }
-            | Message::Ended { .. } => {
+            | Message::Ended { .. }
+            | Message::Payload { .. } => {
                 turn.push(PrefillEffect::Violation(
                     self.peer_manager.violation(connection, &message),
                 ));

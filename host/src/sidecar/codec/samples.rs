@@ -369,6 +369,7 @@ pub(super) fn from_host() -> Vec<FromHost> {
         client: PayloadClient(5),
         bytes: 1 << 30,
         descriptor: 0,
+        engine: Some("10.0.0.1:7000".into()),
         incarnation: Incarnation(1 << 50),
         versions: VersionRange { oldest: 5, newest: 8 },
     });

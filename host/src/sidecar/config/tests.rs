@@ -41,7 +41,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 17] = [
+const SAID: [(&str, &str, [&str; 3]); 19] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -63,6 +63,8 @@ const SAID: [(&str, &str, [&str; 3]); 17] = [
     ("payload_pool", "", ["4096", "8192", "1"]),
     ("payload_hold_ms", "300000", ["0", "7", "8"]),
     ("idle_s", "", ["0", "7", "8"]),
+    ("payload_listen", "", ["h:1", "[::1]:2", "h:0"]),
+    ("payload_hosts", "", ["h:1", "h:2,[::1]:3", "i:1"]),
 ];
 
 /// What is said of payloads, which is there with a pool only.
@@ -72,6 +74,10 @@ fn of_payloads<T: Display>(
 ) -> String {
     let said = config.payloads.as_ref().and_then(of);
     said.map_or(String::new(), |said| said.to_string())
+}
+
+fn shown(PoolAddress { host, port }: &PoolAddress) -> String {
+    format!("{}:{port}", kvferry_engine::fabric::bracketed(host))
 }
 
 fn value(config: &SidecarConfig, key: &str) -> String {
@@ -105,6 +111,13 @@ fn value(config: &SidecarConfig, key: &str) -> String {
         },
         "payload_pool" => of_payloads(config, |payloads| Some(payloads.pool)),
         "payload_hold_ms" => of_payloads(config, |payloads| Some(payloads.hold.0 / 1_000_000)),
+        "payload_listen" => {
+            of_payloads(config, |payloads| Some(shown(&payloads.peers.as_ref()?.0)))
+        }
+        "payload_hosts" => of_payloads(config, |payloads| {
+            let hosts = &payloads.peers.as_ref()?.1;
+            Some(hosts.iter().map(shown).collect::<Vec<_>>().join(","))
+        }),
         "idle_s" => of_payloads(config, |payloads| Some(payloads.idle?.as_secs())),
         _ => panic!("{key} is not looked at"),
     }
@@ -115,11 +128,14 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
     assert_eq!(SAID.map(|(key, ..)| key), KEYS);
     for (key, default, [file, variable_text, flag]) in SAID {
         // All numbers and truth values are taken as texts, too.
-        let pool = match key {
-            "payload_hold_ms" | "idle_s" => "payload_pool = 1\n",
-            _ => "",
+        let needed: &[(&str, &str)] = match key {
+            "payload_hold_ms" | "idle_s" | "payload_listen" => &[("payload_pool", "1")],
+            "payload_hosts" => &[("payload_pool", "1"), ("payload_listen", "h:0")],
+            _ => &[],
         };
-        let file = TempFile::new(key, &format!("{key} = \"{file}\"\n{pool}"));
+        let lines = needed.iter().map(|(key, value)| format!("{key} = \"{value}\"\n"));
+        let file =
+            TempFile::new(key, &format!("{key} = \"{file}\"\n{}", lines.collect::<String>()));
         let from_file = value(&parsed(&file.flags()).resolve([]).expect("valid"), key);
         let set = env(&[(variable(key), variable_text)]);
         let flag = format!("--{}={flag}", key.replace('_', "-"));
@@ -128,8 +144,11 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
             value(&parsed(flags).resolve(env.to_vec()).expect("valid"), key)
         };
         let said = SAID.iter().find(|said| said.0 == key).expect("itself").2;
-        let pool = if pool.is_empty() { vec![] } else { vec!["--payload-pool=1"] };
-        assert_eq!(got(&pool, &[]), default, "{key}");
+        let flags =
+            needed.iter().map(|(key, value)| format!("--{}={value}", key.replace('_', "-")));
+        let flags: Vec<String> = flags.collect();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        assert_eq!(got(&flags, &[]), default, "{key}");
         assert_eq!(from_file, said[0], "{key}");
         assert_eq!(got(&[config, path], &set), said[1], "{key}: the environment before the file");
         assert_eq!(got(&[config, path, &flag], &set), said[2], "{key}: a flag before all");

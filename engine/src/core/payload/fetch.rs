@@ -1,0 +1,276 @@
+//! Payloads that come from other hosts: what is offered is pulled into a slot of the own pool, and is
+//! then handed out as if it had been put here. `directory` has whom to ask.
+
+use super::exchange::CopyOrigin;
+use super::io::{PayloadEffect, PayloadFailure, SlotId};
+use super::note::{DirectoryNews, PayloadNote, ScopedKey};
+use super::slots::{PoolShare, ReservationOwner, ScopedStage};
+use super::source::{blocks, tokens, transfer_key};
+use super::{PayloadCore, PayloadTimer, PayloadTurn};
+use crate::core::error::Failure;
+use crate::core::ids::{EngineId, Incarnation, RequestId};
+use crate::core::layout::BlockList;
+use crate::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode};
+use crate::core::time::Nanos;
+
+/// Times in a row that the bytes of a payload fail to come, before those who wait are told.
+const FETCHES_MAX: u32 = 3;
+
+/// How long a host that has no room keeps a payload which others may have room for.
+const ROOM_WAIT: Nanos = Nanos::from_secs(1);
+
+/// How far a payload is on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FetchState {
+    /// The other host has not said that it can be read.
+    Asked,
+    /// There is no room for it.
+    Waiting,
+    /// It is being read into this slot; into none if nothing is to be read.
+    Reading(Option<SlotId>),
+}
+
+/// A payload that was offered by another host, until it is here or is not wanted.
+#[derive(Debug)]
+pub(super) struct PayloadFetch {
+    place: ScopedKey,
+    origin: CopyOrigin,
+    number: u64,
+    bytes: u64,
+    state: FetchState,
+    /// Nobody waits for it any more.
+    is_cancelled: bool,
+}
+
+fn share_of(place: &ScopedKey) -> PoolShare {
+    let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
+    let is_fetched = !planted!("what-comes-has-the-share-of-what-is-put");
+    PoolShare { stage: ScopedStage { deployment, stage }, is_fetched }
+}
+
+fn request_of(fetch: u64) -> RequestId {
+    RequestId(fetch.to_string().into())
+}
+
+impl PayloadCore {
+    /// News of hosts that put payloads.
+    pub(super) fn source_news(&mut self, news: DirectoryNews, turn: &mut PayloadTurn<'_>) {
+        match news {
+            DirectoryNews::Met { peer, incarnation } => self.source_met(&peer, incarnation, turn),
+            DirectoryNews::Parted { peer, .. } => self.source_parted(&peer, turn),
+            DirectoryNews::Told { peer, incarnation, note } => {
+                self.source_said((peer, incarnation), note, turn);
+            }
+        }
+    }
+
+    fn source_said(
+        &mut self,
+        (peer, incarnation): (EngineId, Incarnation),
+        note: PayloadNote,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        match note {
+            PayloadNote::Offer { place, number, bytes, generation } => {
+                let origin = CopyOrigin { host: peer, incarnation, generation };
+                self.offered(place, origin, (number, bytes), turn);
+            }
+            PayloadNote::Missing { place, failure } => {
+                self.source_lacks(&peer, &place, Err(failure), turn);
+            }
+            PayloadNote::Absent { place, has_stage } => {
+                self.source_lacks(&peer, &place, Ok(has_stage), turn);
+            }
+            PayloadNote::Settled { number } => self.source_settled(&peer, number, turn),
+            PayloadNote::Want { .. } | PayloadNote::Unwant { .. } | PayloadNote::Done { .. } => {
+                self.peer_misused(peer, "it puts payloads, and gets none here", turn);
+            }
+        }
+    }
+
+    /// Another host has a payload for this one.
+    fn offered(
+        &mut self,
+        place: ScopedKey,
+        origin: CopyOrigin,
+        (number, bytes): (u64, u64),
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let host = origin.host.clone();
+        if !self.is_new_offer(&host, origin.incarnation, number) {
+            return;
+        }
+        let is_asked = self.answered(&host, &place);
+        if self.fetching.contains_key(&place) || !is_asked {
+            return self.fetch_done(&host, origin.incarnation, (number, false), turn);
+        }
+        let checked =
+            if self.is_draining { Err(PayloadFailure::Closed) } else { self.slots.check(bytes) };
+        if let Err(failure) = checked {
+            self.fetch_done(&host, origin.incarnation, (number, false), turn);
+            return self.fail_clients(&place, &failure, turn);
+        }
+        let Some(control) = self.control_of(&host) else { return };
+        let id = self.fresh();
+        let key = transfer_key(&host, origin.incarnation, number);
+        let incarnation = Some(origin.incarnation);
+        let leg = DecodeLeg { incarnation, ..DecodeLeg::new(key, Mode::Pull, host, control) };
+        let (request, tokens) = (request_of(id), tokens(bytes));
+        turn.push(DecodeHook::Arrived { request, leg, tokens });
+        self.fetching.insert(place.clone(), id);
+        let (state, is_cancelled) = (FetchState::Asked, false);
+        self.fetches.insert(id, PayloadFetch { place, origin, number, bytes, state, is_cancelled });
+    }
+
+    /// The decode core tells.
+    pub(super) fn fetched(&mut self, answer: DecodeAnswer, turn: &mut PayloadTurn<'_>) {
+        let Ok(id) = answer.request().0.parse::<u64>() else { return };
+        match answer {
+            DecodeAnswer::Allocate { .. } => self.fetch_due(id, turn),
+            DecodeAnswer::Loaded { .. } => self.fetch_ended(id, None, turn),
+            DecodeAnswer::LoadFailed { failure, .. } | DecodeAnswer::Rejected { failure, .. } => {
+                self.fetch_ended(id, Some(failure), turn);
+            }
+        }
+    }
+
+    /// The other host keeps the payload to be read.
+    fn fetch_due(&mut self, id: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(fetch) = self.fetches.get_mut(&id) else { return };
+        if fetch.state != FetchState::Asked {
+            return;
+        }
+        let copy = self.payloads.get(&fetch.place).and_then(|payload| payload.origin.as_ref());
+        if copy == Some(&fetch.origin) {
+            // The bytes are here.
+            fetch.state = FetchState::Reading(None);
+            let blocks = vec![BlockList::default()];
+            let (request, computed) = (request_of(id), tokens(fetch.bytes));
+            return turn.push(DecodeHook::Allocated { request, computed, blocks });
+        }
+        fetch.state = FetchState::Waiting;
+        self.timers.arm(PayloadTimer::Room(id), turn.now + ROOM_WAIT);
+        self.slots.wait(&share_of(&fetch.place), ReservationOwner::Fetch(id), fetch.bytes);
+        self.serve_reservations(turn);
+    }
+
+    /// There is a slot for a payload that comes.
+    pub(super) fn fetch_into(&mut self, id: u64, slot: SlotId, turn: &mut PayloadTurn<'_>) {
+        let Some(fetch) = self.fetches.get_mut(&id) else { return };
+        fetch.state = FetchState::Reading(Some(slot));
+        self.timers.cancel(&PayloadTimer::Room(id));
+        let computed = if fetch.bytes == 0 { tokens(0) } else { 0 };
+        let (request, blocks) = (request_of(id), blocks(self.slots.place(slot)));
+        turn.push(DecodeHook::Allocated { request, computed, blocks });
+    }
+
+    /// There was no room for a payload in time: who waits for it waits on, behind others.
+    pub(super) fn room_is_over(&mut self, id: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(fetch) = self
+            .fetches
+            .get(&id)
+            .filter(|_| !planted!("a-full-host-keeps-what-it-has-no-room-for"))
+        else {
+            return;
+        };
+        let (host, place) = (fetch.origin.host.clone(), fetch.place.clone());
+        self.ask_later(&host, &place, turn);
+        self.cancel_fetch(&place, turn);
+    }
+
+    /// There is no room for a payload that comes, as the host ends.
+    pub(super) fn fetch_refused(&mut self, id: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(place) = self.fetches.get(&id).map(|fetch| fetch.place.clone()) else { return };
+        self.fail_clients(&place, &PayloadFailure::Closed, turn);
+        self.cancel_fetch(&place, turn);
+    }
+
+    /// Nobody waits for a payload that comes.
+    pub(super) fn cancel_fetch(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let Some(id) = self.fetching.get(place).copied() else { return };
+        let Some(fetch) = self.fetches.get_mut(&id).filter(|fetch| !fetch.is_cancelled) else {
+            return;
+        };
+        fetch.is_cancelled = true;
+        let is_reading = matches!(fetch.state, FetchState::Reading(_));
+        turn.push(DecodeHook::Finished { request: request_of(id), reason: FinishReason::Aborted });
+        // Of what has blocks the decode says when no byte can land in them any more.
+        if !is_reading || planted!("a-cancelled-slot-is-free-at-once") {
+            self.fetch_ended(id, Some(Failure::Cancelled), turn);
+        }
+    }
+
+    /// Of a payload that was to come no byte moves any more.
+    fn fetch_ended(&mut self, id: u64, failure: Option<Failure>, turn: &mut PayloadTurn<'_>) {
+        let Some(fetch) = self.fetches.remove(&id) else { return };
+        self.fetching.remove(&fetch.place);
+        let (place, number) = (fetch.place.clone(), fetch.number);
+        let CopyOrigin { host, incarnation, .. } = fetch.origin.clone();
+        let slot = match fetch.state {
+            FetchState::Asked => None,
+            FetchState::Waiting => {
+                self.slots.stop_waiting(&share_of(&place), ReservationOwner::Fetch(id));
+                self.timers.cancel(&PayloadTimer::Room(id));
+                None
+            }
+            FetchState::Reading(slot) => slot,
+        };
+        // What was cancelled was handed to nobody, and somebody may want it again by now.
+        let got = failure.is_none() && self.is_waited(&place) && self.may_keep(&fetch, slot);
+        if let Some(slot) = slot.filter(|_| !got) {
+            self.let_go(slot, turn);
+        }
+        self.serve_reservations(turn);
+        // Before somebody is asked for more: the other host would take that for the same.
+        let is_late = got && planted!("more-is-asked-for-before-it-is-done");
+        if !is_late {
+            self.fetch_done(&host, incarnation, (number, got), turn);
+        }
+        if got {
+            self.keep(fetch, slot, turn);
+        }
+        if is_late {
+            self.fetch_done(&host, incarnation, (number, got), turn);
+        }
+        match failure {
+            Some(failure) if failure != Failure::Cancelled => {
+                let peer = host.clone();
+                self.fetch_is_over(&place, Some(&failure), turn);
+                turn.push(PayloadEffect::FetchFailed { peer, failure });
+            }
+            failure => {
+                if !got && failure.is_none() {
+                    // It came, and could not be used: not again at once.
+                    self.ask_later(&host, &place, turn);
+                }
+                self.fetch_is_over(&place, None, turn);
+            }
+        }
+    }
+
+    /// Whether what came can be handed out.
+    fn may_keep(&self, fetch: &PayloadFetch, slot: Option<SlotId>) -> bool {
+        let there = self.payloads.get(&fetch.place).map(|payload| payload.origin.as_ref());
+        match (slot, there) {
+            // It was put here, too.
+            (_, Some(None)) => false,
+            (Some(_), _) => true,
+            (None, there) => there == Some(Some(&fetch.origin)),
+        }
+    }
+
+    /// Hands out what came.
+    fn keep(&mut self, fetch: PayloadFetch, slot: Option<SlotId>, turn: &mut PayloadTurn<'_>) {
+        let PayloadFetch { place, origin, .. } = fetch;
+        self.stream_host.insert(place.stream(), origin.host.clone());
+        match slot {
+            None => self.hold_more(&place, turn),
+            Some(slot) => self.hold(place, slot, (1, Some(origin)), turn),
+        }
+    }
+
+    /// How often the bytes of one payload may fail to come.
+    pub(super) fn fetches_failed(failed: u32) -> bool {
+        failed >= FETCHES_MAX
+    }
+}

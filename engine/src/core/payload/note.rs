@@ -1,0 +1,117 @@
+//! What the payload cores of two hosts say to each other, and how they meet: over the connection
+//! between the decode core of the host that gets and the prefill core of the host that puts, see
+//! [`crate::core::message::Message::Payload`].
+
+use super::io::{PayloadFailure, PayloadKey, PayloadStream};
+use crate::core::error::Failure;
+use crate::core::ids::{EngineId, Incarnation};
+use crate::fabric::Endpoint;
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Most bytes that the names of a payload which another host wants may have.
+pub const REMOTE_NAMES_MAX: usize = 64 << 10;
+
+/// A key of one deployment.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ScopedKey {
+    pub deployment: Arc<str>,
+    pub key: PayloadKey,
+}
+
+impl ScopedKey {
+    /// Bytes of its names.
+    pub fn text_len(&self) -> usize {
+        let PayloadStream { from, to, request } = &self.key.stream;
+        self.deployment.len() + from.len() + to.len() + request.len()
+    }
+}
+
+/// What one payload core says to that of another host. A note is delivered in order, or the
+/// connection ends.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum PayloadNote {
+    /// Who gets: hand it over when it is there. An `Offer` or a `Missing` follows.
+    Want { place: ScopedKey },
+    /// Who gets: it is not wanted any more. An offer may be on its way.
+    Unwant { place: ScopedKey },
+    /// Who gets: no byte of the offered payload is read any more. Repeated in every connection until
+    /// it is `Settled`.
+    Done {
+        number: u64,
+        /// True if it has the payload. Else the payload is as if it had not been offered.
+        got: bool,
+    },
+    /// Who puts: it is there for this host alone, and can be pulled under this number.
+    Offer {
+        place: ScopedKey,
+        /// Grows; the same again in a later connection is the same offer.
+        number: u64,
+        bytes: u64,
+        /// Of two payloads with one key the later has the larger number.
+        generation: u64,
+    },
+    /// Who puts: it does not come.
+    Missing { place: ScopedKey, failure: PayloadFailure },
+    /// Who puts: nobody here has begun the stream. The want stays.
+    Absent {
+        place: ScopedKey,
+        /// True if a process of the stage that puts it is there.
+        has_stage: bool,
+    },
+    /// Who puts: heard of the `Done`.
+    Settled { number: u64 },
+}
+
+impl PayloadNote {
+    /// Bytes of its texts.
+    pub fn text_len(&self) -> usize {
+        match self {
+            PayloadNote::Want { place }
+            | PayloadNote::Unwant { place }
+            | PayloadNote::Offer { place, .. }
+            | PayloadNote::Absent { place, .. } => place.text_len(),
+            PayloadNote::Missing { place, failure } => {
+                let text = match failure {
+                    PayloadFailure::GivenUp(text)
+                    | PayloadFailure::Overload(text)
+                    | PayloadFailure::PeerGone(text)
+                    | PayloadFailure::NotMoved(text)
+                    | PayloadFailure::Unknown(text) => text.len(),
+                    _ => 0,
+                };
+                place.text_len() + text
+            }
+            PayloadNote::Done { .. } | PayloadNote::Settled { .. } => 0,
+        }
+    }
+}
+
+/// What a payload core has a prefill or decode core do with its peers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DirectoryCall {
+    /// A decode: get in touch with this prefill, and notice if it falls silent. One
+    /// [`DirectoryNews::Met`] follows, or [`DirectoryNews::Parted`]; and that one also later, if the
+    /// peer is lost before [`DirectoryCall::Leave`].
+    Meet { peer: EngineId, control: Endpoint },
+    /// A decode: nothing is expected of it any more.
+    Leave { peer: EngineId },
+    /// Tell a peer that was met. What cannot be told parts from it.
+    Tell { peer: EngineId, incarnation: Incarnation, note: PayloadNote },
+}
+
+/// What a prefill or decode core tells the payload core of its peers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum DirectoryNews {
+    /// The peer is there, with payloads.
+    Met { peer: EngineId, incarnation: Incarnation },
+    /// The connection is over, or there is none.
+    Parted {
+        peer: EngineId,
+        /// Of the peer that was met; none if it was not.
+        incarnation: Option<Incarnation>,
+        failure: Failure,
+    },
+    /// A peer that was met says something.
+    Told { peer: EngineId, incarnation: Incarnation, note: PayloadNote },
+}

@@ -1,0 +1,442 @@
+//! Payloads that go to other hosts: lent to one host under a number, pulled from the pool, and let
+//! go of when the host has it or does not want it, and reads no byte any more.
+//!
+//! A loan has an end of its own on each side: the prefill core says when nobody reads
+//! ([`PrefillAnswer::SourceFree`]), the other host whether it has the payload
+//! ([`PayloadNote::Done`]). As long as the host has not said so, and has not begun anew, the payload is
+//! its own and nobody else's.
+
+use super::exchange::{PayloadReceiver, WantSource};
+use super::io::{ClaimId, PayloadEffect, PayloadFailure};
+use super::note::{DirectoryCall, DirectoryNews, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
+use super::slots::ScopedStage;
+use super::{PayloadCore, PayloadTurn, pool};
+use crate::core::error::Failure;
+use crate::core::ids::{EngineId, Incarnation, RequestId, StepId, TransferId, TransferKey};
+use crate::core::layout::{BlockList, Geometry, KvGroup, LayerLayout};
+use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// A host that gets payloads, in one incarnation, as this one numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct PeerHost(u32);
+
+/// A host that gets payloads.
+#[derive(Debug)]
+struct ReceivingHost {
+    engine: EngineId,
+    incarnation: Incarnation,
+    is_up: bool,
+    wants: BTreeSet<ScopedKey>,
+    /// Loans that it has.
+    loans: u32,
+}
+
+/// A payload that was offered to another host.
+#[derive(Debug)]
+struct PayloadLoan {
+    host: PeerHost,
+    claim: ClaimId,
+    place: ScopedKey,
+    /// The prefill core has not let go of it.
+    is_pulled: bool,
+    /// What the host said of it: whether it has it.
+    got: Option<bool>,
+}
+
+/// What other hosts get here.
+#[derive(Debug, Default)]
+pub(super) struct PayloadSource {
+    hosts: BTreeMap<PeerHost, ReceivingHost>,
+    by_name: BTreeMap<EngineId, PeerHost>,
+    loans: BTreeMap<u64, PayloadLoan>,
+    /// Loans of which the host has not said what became of them.
+    open: BTreeMap<(ScopedKey, PeerHost), u64>,
+    last_host: u32,
+    last_number: u64,
+    last_step: u64,
+}
+
+impl PayloadSource {
+    pub(super) fn entries(&self) -> usize {
+        let of_hosts = self.hosts.values().map(|host| host.wants.len()).sum::<usize>();
+        of_hosts + self.loans.len() + self.open.len()
+    }
+
+    pub(super) fn remembered(&self) -> usize {
+        self.hosts.len() + self.by_name.len()
+    }
+}
+
+/// What the prompt that a payload travels as is called.
+pub(super) fn transfer_key(host: &EngineId, incarnation: Incarnation, number: u64) -> TransferKey {
+    let id: Arc<str> = format!("{host}.{incarnation}.{number}").into();
+    TransferKey { id: TransferId(id), prompt: 0 }
+}
+
+/// Pages of a payload, one at least: a prompt has a token.
+pub(super) fn tokens(bytes: u64) -> u32 {
+    u32::try_from(bytes.div_ceil(pool::PAGE).max(1)).unwrap_or(u32::MAX)
+}
+
+/// The pages that a slot has, as blocks of a prompt.
+pub(super) fn blocks((offset, bytes): (u64, u64)) -> Vec<BlockList> {
+    let first = offset / pool::PAGE;
+    let pages = first..first + bytes.div_ceil(pool::PAGE);
+    vec![BlockList::new(pages.map(|page| u32::try_from(page).unwrap_or(u32::MAX)).collect())]
+}
+
+/// What the pool is to the prefill and the decode core of a host: one layer with a token per page.
+pub fn pool_geometry() -> Geometry {
+    Geometry::new("kvferry-payloads", 1, vec![KvGroup::full(1, 0..1)])
+}
+
+/// Where that layer is in the registered region, of a pool of so many bytes.
+pub fn pool_layout(bytes: u64) -> LayerLayout {
+    let pages = u32::try_from(bytes / pool::PAGE).unwrap_or(u32::MAX);
+    LayerLayout::contiguous(0, [pages, 1, 1, pool::PAGE as u32], 1)
+}
+
+fn request_of(number: u64) -> RequestId {
+    RequestId(number.to_string().into())
+}
+
+/// Text of a client that goes to another host.
+fn cut(failure: &PayloadFailure) -> PayloadFailure {
+    const TEXT_MAX: usize = 4_096;
+    match failure {
+        PayloadFailure::GivenUp(text) if text.len() > TEXT_MAX => {
+            let end = (0..=TEXT_MAX).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+            PayloadFailure::GivenUp(text[..end].into())
+        }
+        failure => failure.clone(),
+    }
+}
+
+impl PayloadCore {
+    /// News of hosts that get payloads here.
+    pub(super) fn receiver_news(&mut self, news: DirectoryNews, turn: &mut PayloadTurn<'_>) {
+        match news {
+            DirectoryNews::Met { peer, incarnation } => self.receiver_met(peer, incarnation, turn),
+            DirectoryNews::Parted { peer, incarnation, failure } => {
+                let Some(host) = self.receiver(&peer, incarnation) else { return };
+                self.receiver_parted(host, failure == Failure::PeerRestarted, turn);
+            }
+            DirectoryNews::Told { peer, incarnation, note } => {
+                match self.receiver(&peer, Some(incarnation)) {
+                    Some(host) => self.receiver_said(host, note, turn),
+                    None => self.stranger_said(peer, incarnation, note, turn),
+                }
+            }
+        }
+    }
+
+    fn receiver(&self, peer: &EngineId, incarnation: Option<Incarnation>) -> Option<PeerHost> {
+        let host = *self.source.by_name.get(peer)?;
+        (Some(self.source.hosts.get(&host)?.incarnation) == incarnation).then_some(host)
+    }
+
+    fn receiver_met(
+        &mut self,
+        engine: EngineId,
+        incarnation: Incarnation,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        if let Some(host) = self.receiver(&engine, Some(incarnation)) {
+            if let Some(host) = self.source.hosts.get_mut(&host) {
+                host.is_up = true;
+            }
+            return;
+        }
+        if let Some(host) = self.source.by_name.get(&engine) {
+            self.receiver_parted(*host, true, turn);
+        }
+        if self.source.hosts.len() >= self.config.hosts_max as usize {
+            return;
+        }
+        self.source.last_host += 1;
+        let host = PeerHost(self.source.last_host);
+        self.source.by_name.insert(engine.clone(), host);
+        let wants = BTreeSet::new();
+        let met = ReceivingHost { engine, incarnation, is_up: true, wants, loans: 0 };
+        self.source.hosts.insert(host, met);
+    }
+
+    /// A host does not wait any more. What was lent to it stays so, unless it has begun anew: then
+    /// nobody knows whether it gave it to somebody.
+    fn receiver_parted(&mut self, host: PeerHost, is_over: bool, turn: &mut PayloadTurn<'_>) {
+        let Some(parted) = self.source.hosts.get_mut(&host) else { return };
+        parted.is_up = false;
+        for place in std::mem::take(&mut parted.wants) {
+            self.unwant(PayloadReceiver::Host(host), &place, turn);
+        }
+        if is_over && !planted!("a-restarted-host-keeps-its-loans") {
+            let open = self.source.open.iter().filter(|((_, of), _)| *of == host);
+            for number in open.map(|(_, number)| *number).collect::<Vec<_>>() {
+                self.loan_done(number, true, turn);
+            }
+        }
+        self.forget_receiver(host);
+    }
+
+    fn forget_receiver(&mut self, host: PeerHost) {
+        let Some(parted) = self.source.hosts.get(&host) else { return };
+        if !parted.is_up && parted.loans == 0 {
+            if self.source.by_name.get(&parted.engine) == Some(&host) {
+                self.source.by_name.remove(&parted.engine);
+            }
+            self.source.hosts.remove(&host);
+        }
+    }
+
+    /// Who found no room among the hosts gets nothing, and is told so.
+    fn stranger_said(
+        &mut self,
+        peer: EngineId,
+        incarnation: Incarnation,
+        note: PayloadNote,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let note = match note {
+            PayloadNote::Want { place } => {
+                let failure = PayloadFailure::Overload("hosts that get payloads".into());
+                PayloadNote::Missing { place, failure }
+            }
+            PayloadNote::Done { number, .. } => PayloadNote::Settled { number },
+            _ => return,
+        };
+        turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell { peer, incarnation, note }));
+    }
+
+    fn tell_receiver(&self, host: PeerHost, note: PayloadNote, turn: &mut PayloadTurn<'_>) {
+        if let Some(ReceivingHost { engine, incarnation, is_up: true, .. }) =
+            self.source.hosts.get(&host)
+        {
+            let (peer, incarnation) = (engine.clone(), *incarnation);
+            turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell { peer, incarnation, note }));
+        }
+    }
+
+    /// Tells a host that waits for a payload that it does not come.
+    pub(super) fn tell_missing(
+        &mut self,
+        host: PeerHost,
+        place: &ScopedKey,
+        why: &PayloadFailure,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        if let Some(host) = self.source.hosts.get_mut(&host) {
+            host.wants.remove(place);
+        }
+        let note = PayloadNote::Missing { place: place.clone(), failure: cut(why) };
+        self.tell_receiver(host, note, turn);
+    }
+
+    fn receiver_said(&mut self, host: PeerHost, note: PayloadNote, turn: &mut PayloadTurn<'_>) {
+        match note {
+            PayloadNote::Want { place } => self.receiver_wants(host, place, turn),
+            PayloadNote::Unwant { place } => {
+                let Some(of) = self.source.hosts.get_mut(&host) else { return };
+                if of.wants.remove(&place) {
+                    self.unwant(PayloadReceiver::Host(host), &place, turn);
+                }
+            }
+            PayloadNote::Done { number, got } => {
+                let loan = self.source.loans.get(&number);
+                let is_its =
+                    |loan: &PayloadLoan| loan.host == host || planted!("any-host-ends-a-loan");
+                if loan.is_some_and(is_its) {
+                    self.loan_done(number, got, turn);
+                }
+                self.tell_receiver(host, PayloadNote::Settled { number }, turn);
+            }
+            PayloadNote::Offer { .. }
+            | PayloadNote::Missing { .. }
+            | PayloadNote::Absent { .. }
+            | PayloadNote::Settled { .. } => {
+                if let Some(of) = self.source.hosts.get(&host) {
+                    let peer = of.engine.clone();
+                    self.peer_misused(peer, "it gets payloads here, and puts none", turn);
+                }
+            }
+        }
+    }
+
+    fn receiver_wants(&mut self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
+        if let Some(number) = self.source.open.get(&(place.clone(), host)) {
+            return self.lend_again(*number, turn);
+        }
+        let Some(of) = self.source.hosts.get(&host) else { return };
+        if of.wants.contains(&place) {
+            return self.tell_absent(host, place, turn);
+        }
+        let has = of.wants.len() + of.loans as usize;
+        let full = if place.text_len() > REMOTE_NAMES_MAX {
+            Some("bytes in the names of a payload that another host wants")
+        } else if has >= self.config.host_payloads_max as usize
+            && !planted!("hosts-want-without-limit")
+        {
+            Some("payloads that one host wants")
+        } else {
+            None
+        };
+        let overload = full.map(|what| PayloadFailure::Overload(what.into()));
+        if let Some(failure) = overload.or_else(|| self.over(&place)) {
+            return self.tell_missing(host, &place, &failure, turn);
+        }
+        if let Some(of) = self.source.hosts.get_mut(&host) {
+            of.wants.insert(place.clone());
+        }
+        self.await_payload(PayloadReceiver::Host(host), WantSource::Here, &place, turn);
+        self.tell_absent(host, place, turn);
+    }
+
+    /// Tells a host that waits if nobody here has begun the stream.
+    fn tell_absent(&self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let is_put = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_none());
+        let waits = self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place));
+        if waits && !is_put && self.producers.get(&place.stream()).is_none() {
+            let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
+            let has_stage = self.stages.contains_key(&ScopedStage { deployment, stage });
+            self.tell_receiver(host, PayloadNote::Absent { place, has_stage }, turn);
+        }
+    }
+
+    /// A payload is there for another host.
+    pub(super) fn lend(
+        &mut self,
+        host: PeerHost,
+        claim: ClaimId,
+        place: ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        if let Some(of) = self.source.hosts.get_mut(&host) {
+            of.wants.remove(&place);
+            of.loans += 1;
+        }
+        self.pull(PayloadLoan { host, claim, place, is_pulled: true, got: None }, turn);
+    }
+
+    /// The host that a payload was offered to asks again.
+    fn lend_again(&mut self, number: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(loan) = self.source.loans.get(&number) else { return };
+        if loan.is_pulled {
+            return self.tell_offer(number, turn);
+        }
+        if let Some(loan) = self.source.loans.remove(&number) {
+            self.pull(PayloadLoan { is_pulled: true, ..loan }, turn);
+        }
+    }
+
+    /// Has a payload pulled, under a number that none had before.
+    fn pull(&mut self, loan: PayloadLoan, turn: &mut PayloadTurn<'_>) {
+        self.source.last_number += 1;
+        self.source.last_step += 1;
+        let (number, step) = (self.source.last_number, StepId(self.source.last_step));
+        let Some(claim) = self.claims.get(&loan.claim) else { return };
+        let (offset, bytes) = self.slots.place(claim.slot);
+        let (request, to) = (request_of(number), tokens(bytes));
+        let key = transfer_key(&self.host.0, self.host.1, number);
+        let leg = PrefillLeg::new(key, Mode::Pull);
+        turn.push(PrefillHook::Arrived { request: request.clone(), leg, tokens: to });
+        let blocks = blocks((offset, bytes));
+        let chunks = vec![Chunk { request: request.clone(), from: 0, to, blocks }];
+        turn.push(PrefillHook::Scheduled { step, chunks });
+        turn.push(PrefillHook::Finished { request, reason: FinishReason::Length });
+        self.source.open.insert((loan.place.clone(), loan.host), number);
+        self.source.loans.insert(number, loan);
+        self.tell_offer(number, turn);
+    }
+
+    fn tell_offer(&self, number: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(loan) = self.source.loans.get(&number) else { return };
+        let Some(claim) = self.claims.get(&loan.claim) else { return };
+        let (_, bytes) = self.slots.place(claim.slot);
+        let (place, generation) = (loan.place.clone(), claim.generation);
+        let note = PayloadNote::Offer { place, number, bytes, generation };
+        self.tell_receiver(loan.host, note, turn);
+    }
+
+    /// The prefill core tells.
+    pub(super) fn lent(&mut self, answer: PrefillAnswer, turn: &mut PayloadTurn<'_>) {
+        let (request, unread) = match answer {
+            PrefillAnswer::SourceFree { request, failure } => {
+                (request, failure == Some(Failure::NotFetched))
+            }
+            PrefillAnswer::Rejected { request, .. } => (request, true),
+            PrefillAnswer::PreemptionSafe { .. } => return,
+        };
+        let Ok(number) = request.0.parse::<u64>() else { return };
+        let Some(loan) = self.source.loans.get_mut(&number) else { return };
+        loan.is_pulled = false;
+        if unread && loan.got.is_none() {
+            // Nobody came for it, nor can any more.
+            return self.loan_done(number, false, turn);
+        }
+        self.settle_loan(number, turn);
+    }
+
+    /// It is known whether the host has what was lent to it.
+    fn loan_done(&mut self, number: u64, got: bool, turn: &mut PayloadTurn<'_>) {
+        let Some(loan) = self.source.loans.get_mut(&number) else { return };
+        if loan.got.is_none() {
+            loan.got = Some(got);
+            self.source.open.remove(&(loan.place.clone(), loan.host));
+            self.settle_loan(number, turn);
+        }
+    }
+
+    /// Ends a loan as far as both sides have.
+    fn settle_loan(&mut self, number: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(loan) = self.source.loans.get(&number) else { return };
+        let (claim, place, host) = (loan.claim, loan.place.clone(), loan.host);
+        let is_read = loan.is_pulled && !planted!("what-is-read-is-let-go");
+        let got = match loan.got {
+            Some(got) => got,
+            // The host may still say that it has it, which only counts as long as somebody else
+            // could get it.
+            None if is_read => return,
+            None => {
+                let Some(generation) = self.claims.get(&claim).map(|claim| claim.generation) else {
+                    return;
+                };
+                if self.same_generation(&place, generation).is_some() {
+                    return;
+                }
+                true
+            }
+        };
+        if got {
+            self.take_claim(claim, turn);
+        }
+        if is_read || self.source.loans.remove(&number).is_none() {
+            return;
+        }
+        self.source.open.remove(&(place, host));
+        if let Some(of) = self.source.hosts.get_mut(&host) {
+            of.loans -= 1;
+        }
+        self.forget_receiver(host);
+        if got {
+            self.drop_claim(claim, turn);
+        } else {
+            self.give_back(claim, turn);
+        }
+    }
+
+    /// Nobody else gets what has this key: loans that nobody reads are over.
+    pub(super) fn settle_loans_of(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let first = (place.clone(), PeerHost(0));
+        let last = (place.clone(), PeerHost(u32::MAX));
+        let open = self.source.open.range(first..=last).map(|(_, number)| *number);
+        for number in open.collect::<Vec<_>>() {
+            self.settle_loan(number, turn);
+        }
+    }
+
+    pub(super) fn peer_misused(&mut self, peer: EngineId, rule: &str, turn: &mut PayloadTurn<'_>) {
+        self.misuses = self.misuses.saturating_add(1);
+        turn.push(PayloadEffect::PeerMisuse { peer, rule: rule.into() });
+    }
+}

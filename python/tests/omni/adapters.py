@@ -74,14 +74,18 @@ def send(here: Any, name: str, audio: torch.Tensor, is_last: bool = False) -> di
     return here.adapter.collect_failed_send_request_ids()
 
 
+def wait_in_scheduler(adapter: OmniChunkTransferAdapter, made: Request) -> None:
+    """As _process_chunk_queue has it."""
+    adapter.load_async(made)
+    adapter._waiting_since.setdefault(made.request_id, time.monotonic())
+
+
 def receive(here: Any, name: str) -> tuple[Any, bool] | str:
     """The next chunk, and whether it is the last one; or how the scheduler ends the request."""
     adapter = here.adapter
     made = here.requests.setdefault(name, request(name))
     adapter._finished_load_reqs.discard(made.request_id)
-    # As the scheduler does when the request has to wait.
-    adapter._waiting_since[made.request_id] = time.monotonic()
-    adapter.load_async(made)
+    wait_in_scheduler(adapter, made)
 
     def outcome() -> Any:
         if made.request_id in adapter._finished_load_reqs:
@@ -102,8 +106,7 @@ def receive(here: Any, name: str) -> tuple[Any, bool] | str:
 def begin_to_receive(here: Any, name: str) -> None:
     """Until it has polled once."""
     made = here.requests.setdefault(name, request(name))
-    here.adapter._waiting_since[made.request_id] = time.monotonic()
-    here.adapter.load_async(made)
+    wait_in_scheduler(here.adapter, made)
     wait_for(lambda: here.connector._wants)
 
 

@@ -41,6 +41,7 @@ class Channel:
 
     def __init__(self, link: PayloadLink):
         self.process = os.getpid()
+        # It ends with this.
         self.link = link
         self.pool = mapped(link.pool_fd, link.pool_bytes)
 
@@ -50,12 +51,6 @@ class Channel:
     def close(self) -> None:
         """Does nothing: with the connection a host takes what this process reads and writes for free, and who has this may
         read or write."""
-
-    def __del__(self):
-        # What another process has by a fork is not its to close.
-        with contextlib.suppress(Exception):
-            if self.process == os.getpid():
-                self.link.close()
 
 
 class Claim:
@@ -80,11 +75,7 @@ def opened(settings: OmniSettings, stage: str) -> Channel:
 
     def make(path) -> PayloadLink:
         link = PayloadLink.connect(str(path), settings.deployment, stage)
-        try:
-            link.wait_ready(START_S)
-        except BaseException:
-            link.close()
-            raise
+        link.wait_ready(START_S)
         return link
 
     seconds = START_S if settings.spawn else CONNECT_S

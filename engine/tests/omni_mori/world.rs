@@ -202,7 +202,7 @@ impl OmniMoriWorld {
                     answer => self.answers.push_back(OmniMoriInput::Answer(answer)),
                 },
                 PayloadEffect::Answer { client, answer } => self.local(client, answer),
-                PayloadEffect::Misuse { client, rule } => panic!("{client}: {rule}"),
+                effect => panic!("{effect:?}"),
             }
         }
     }

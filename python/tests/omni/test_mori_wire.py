@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from kvferry._native import PayloadLink
-from kvferry.omni import codec
+from kvferry.omni import KvferryOmniConnector, codec
 from mori_stage import MoriStage, mori_stage
 from objects import same
 from ports import free_ports
@@ -210,3 +210,32 @@ def test_other_deployments_are_told_that_it_is_not_for_them(host):
     missing, kind, why = other.wait(key, PATIENCE)
     assert (missing, kind) == ("missing", "given-up")
     assert f"deployment {DEPLOYMENT}" in why
+
+
+def connector(host: Host, **extra: Any) -> KvferryOmniConnector:
+    at = {"socket": str(host.socket), "host": "connect", "deployment": DEPLOYMENT}
+    return KvferryOmniConnector(at | extra)
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_r17_the_connector_puts_for_such_a_stage(host, receiver, name):
+    obj = OBJECTS[name]
+    with connector(host, stage_id=0, mori_stages=[1]) as here:
+        done, _, metadata = here.put("0", "1", f"put-{name}_0_0", obj)
+        assert done
+        got = receiver.call("get", "0", "1", f"put-{name}_0_0", None)
+    assert same(got[0], serialized(obj) if raw_bytes(obj) is None else raw_bytes(obj))
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if name not in ("none", "empty")])
+def test_r17_the_connector_gets_from_such_a_stage(host, sender, name):
+    obj, (stage, port) = OBJECTS[name], sender
+    assert stage.call("put", "0", "1", f"get-{name}_0_0", obj)[0]
+    with connector(host, stage_id=1, mori_stages=[0], sender_host="127.0.0.1", sender_zmq_port=port) as here:
+        got = here.get_with_deadline("0", "1", f"get-{name}_0_0", deadline=time.monotonic() + PATIENCE)
+        raw = raw_bytes(obj)
+        if raw is None:
+            assert same(got[0], serialized(obj))
+        else:
+            assert got[0].to_bytes() == raw
+            got[0].release()

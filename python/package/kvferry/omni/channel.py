@@ -45,6 +45,13 @@ class Channel:
         self.link = link
         self.pool = mapped(link.pool_fd, link.pool_bytes)
 
+    def address(self, otherwise: tuple[str, int]) -> tuple[str, int]:
+        """Where other hosts reach the one of this channel."""
+        if self.link.engine is None:
+            return otherwise
+        host, _, port = self.link.engine.rpartition(":")
+        return host, int(port)
+
     def fileno(self) -> int:
         return self.link.fileno()
 

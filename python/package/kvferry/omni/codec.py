@@ -8,8 +8,7 @@ makes of the same object; a payload that is bytes, a bytearray, a memoryview or 
     leaf      = kind (1 byte) | length of the name (1) | name | dimensions (8 each, little endian)
 
 Buffers have no offsets: they follow each other in the order of their leaves, each as long as dtype and shape say. A tensor
-on a device is copied to the host first, as vLLM-Omni does; a pool in device memory would take it from `Encoded.buffers`
-instead."""
+on a device is copied from there into the pool, by the device itself where `device.pin` has had the pool pinned."""
 
 import ctypes
 import math
@@ -119,8 +118,9 @@ class Buffer(NamedTuple):
     # In the whole.
     offset: int
     nbytes: int
-    address: int
-    # Has the memory at `address`.
+    # None of a tensor on a device.
+    address: int | None
+    # Has the memory at `address`, or is the tensor.
     owner: Any
 
 
@@ -129,7 +129,7 @@ class Encoded:
 
     __slots__ = ("buffers", "header", "is_raw", "nbytes", "payload_bytes")
 
-    def __init__(self, form: int, skeleton: bytes, leaves: list[tuple[int, int, Any]]):
+    def __init__(self, form: int, skeleton: bytes, leaves: list[tuple[int, int | None, Any]]):
         start = PREAMBLE.size + len(skeleton)
         if start > HEADER_MAX:
             raise ValueError(
@@ -144,10 +144,14 @@ class Encoded:
             end = offset + nbytes
         # Bytes of the whole.
         self.nbytes = end
-        self.is_raw = form == RAW
+        self.is_raw = form in (True, FOREIGN_RAW)
         # Those of a raw payload alone; of another one the whole's.
         self.payload_bytes = leaves[0][0] if self.is_raw else end
         self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton
+
+    def is_on_device(self) -> bool:
+        """Whether a device copies some of it."""
+        return any(address is None for _, _, address, _ in self.buffers)
 
     def write(self, memory: Any) -> None:
         """Copies all into writable memory, a tensor of uint8 or anything with a buffer, of `nbytes` or more. It releases
@@ -159,12 +163,20 @@ class Encoded:
         end = len(self.header)
         memmove = ctypes.memmove
         memmove(base, self.header, end)
-        for offset, nbytes, address, _ in self.buffers:
+        devices = set()
+        for offset, nbytes, address, owner in self.buffers:
             # Whose bytes were there before is nobody's business.
             if offset > end:
                 memmove(base + end, ZEROS, offset - end)
-            memmove(base + offset, address, nbytes)
+            if address is not None:
+                memmove(base + offset, address, nbytes)
+            elif nbytes:
+                place = torch.from_numpy(target[offset : offset + nbytes])
+                place.copy_(owner.view(-1).view(torch.uint8), non_blocking=True)
+                devices.add(owner.device)
             end = offset + nbytes
+        for device in devices:
+            torch.accelerator.current_stream(device).synchronize()
 
 
 class _Aside:
@@ -182,20 +194,20 @@ class _Encoder(serialization.OmniMsgpackEncoder):
     def __init__(self):
         super().__init__()
         # Bytes, address and owner of each, in the order of the skeleton.
-        self.leaves: list[tuple[int, int, Any]] = []
+        self.leaves: list[tuple[int, int | None, Any]] = []
 
     def tensor(self, tensor: torch.Tensor) -> bytes:
         name = NAMES.get(tensor.dtype)
         if name is None:
             raise TypeError(f"a tensor of {tensor.dtype} has no bytes of its own; dequantize it before it is put")
         # Each call that is not made is a microsecond of a small payload's.
-        flat = tensor if tensor.is_cpu else tensor.detach().cpu()
+        flat = tensor if tensor.is_cpu else tensor.detach()
         if flat.is_conj() or flat.is_neg():
             flat = flat.detach().resolve_conj().resolve_neg()
         if not flat.is_contiguous():
             # Torch copies no tensor of some dtypes.
             flat = flat.detach().view(WORDS.get(flat.element_size(), flat.dtype)).contiguous()
-        self.leaves.append((flat.nbytes, flat.data_ptr(), flat))
+        self.leaves.append((flat.nbytes, flat.data_ptr() if flat.is_cpu else None, flat))
         return _leaf(b"T", name, tensor.shape)
 
     def array(self, array: np.ndarray) -> bytes:

@@ -36,7 +36,6 @@ class KvferryOmniConnector(OmniConnectorBase):
         self.refusal: str | None = "this KvferryOmniConnector was not made"
         self.process = os.getpid()
         self.stage_id = (extra or {}).get("stage_id", -1)
-        self.sender: tuple[str, int] | None = None
         self.settings = settings.read(extra)
         self._counts = OutcomeCounts()
         self._channels = Channels(self.settings)
@@ -153,7 +152,8 @@ class KvferryOmniConnector(OmniConnectorBase):
 
     def get_connection_info(self) -> dict[str, Any]:
         """As vLLM-Omni's own connectors; keys find the way, not this address."""
-        host, port = self.settings.address
+        channel, address = self._channels.current(), self.settings.address
+        host, port = channel.address(address) if channel is not None else address
         return {
             "host": host,
             "zmq_port": port,
@@ -163,8 +163,9 @@ class KvferryOmniConnector(OmniConnectorBase):
         }
 
     def update_sender_info(self, sender_host: str, sender_zmq_port: int, sender_rank: int | None = None) -> None:
-        """Keys find the way: this is only remembered."""
-        self.sender = (sender_host, sender_zmq_port)
+        """Keys find the way, but to a stage whose connector is MoRI's."""
+        if getattr(self, "refusal", "") is None:
+            self._receiver.sender = (sender_host, sender_zmq_port)
 
     def health(self) -> dict[str, Any]:
         """Whether there is a host, what payloads go by, and what became of them."""

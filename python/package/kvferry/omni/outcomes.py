@@ -14,6 +14,8 @@ OUTCOMES = {
     "given-up": "peer_down",
     "producer-gone": "peer_down",
     "host-gone": "peer_down",
+    "peer-gone": "peer_down",
+    "not-moved": "peer_down",
     "expired": "timeout",
     "host-silent": "timeout",
     "pool-full": "pool_full",

@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+from kvferry._native import PayloadLink
 from kvferry.omni import codec, settings
 from kvferry.omni.buffer import PayloadBuffer
 from kvferry.omni.channel import Channel, Channels, Claim
@@ -25,13 +26,20 @@ Place = tuple[str, str, str]
 class Want:
     """A key that was asked for."""
 
-    __slots__ = ("again", "channel", "key", "producer", "since")
+    __slots__ = ("again", "channel", "engine", "key", "producer", "sender", "since")
 
     def __init__(self, key: PayloadKey, metadata: dict[str, Any] | None):
         self.key = key
         own = metadata.get(settings.NAME) if metadata else None
         # Incarnation of its host, and number there of who put it.
-        self.producer = (own.get("incarnation"), own.get("client")) if isinstance(own, dict) else (None, None)
+        own = own if isinstance(own, dict) else {}
+        self.producer = own.get("incarnation"), own.get("client")
+        # What other hosts call that one, if they reach it.
+        self.engine: str | None = own.get("engine")
+        # Where a stage with a connector of MoRI listens.
+        source = metadata or {}
+        host, port = source.get("source_host"), source.get("source_port")
+        self.sender: tuple[str, int] | None = (host, port) if host and port and not own else None
         # Where it is wanted, if it is.
         self.channel: Channel | None = None
         # When it is to be wanted again, if it is not.
@@ -46,6 +54,8 @@ class Receiver:
         self.channels = channels
         self.counts = counts
         self.wants: dict[Place, Want] = {}
+        # Where the stage before this one listens, if it was told; with a connector of MoRI.
+        self.sender: tuple[str, int] | None = None
         # Keys that were taken here.
         self._taken: Remembered = Remembered()
         # Streams of which no more is wanted, of requests that are over.
@@ -90,15 +100,27 @@ class Receiver:
         channel = self.channels.current()
         if channel is None:
             raise self._lost(want, "host-gone", "the host is gone, and there is no other one yet")
-        incarnation, client = want.producer
-        if incarnation is not None and incarnation != channel.link.incarnation:
-            raise self._lost(want, "host-gone", "the host that had it was lost")
         try:
-            channel.link.want(want.key, client)
+            self._want(want, channel.link)
         except ConnectionError as error:
             raise self._gone(want, channel, error) from error
         want.channel = channel
         return True
+
+    def _want(self, want: Want, link: PayloadLink) -> None:
+        at, (incarnation, client) = self.channels.settings, want.producer
+        if want.key.stream[0] in at.mori_stages:
+            sender = want.sender or self.sender or at.mori_sender
+            if sender is None:
+                why = "nothing says where its stage listens: give sender_host and sender_zmq_port"
+                raise self._lost(want, "peer-gone", why)
+            link.fetch(want.key, *sender)
+        elif want.engine not in (None, link.engine):
+            link.want(want.key, host=want.engine)
+        elif incarnation not in (None, link.incarnation):
+            raise self._lost(want, "host-gone", "the host that had it was lost")
+        else:
+            link.want(want.key, client)
 
     def _heard(self, want: Want, wait: float) -> tuple[Any, int] | None:
         channel = want.channel
@@ -155,7 +177,7 @@ class Receiver:
     def _lost(self, want: Want, kind: str, why: str) -> PayloadLost:
         """To be raised. It is wanted again a little later: the next request may have the same id."""
         want.channel, want.again = None, time.monotonic() + AGAIN_S
-        want.producer = None, None
+        want.producer, want.engine = (None, None), None
         error = PayloadLost(want.key, kind, why)
         self.counts.failed(kind, str(error))
         self.raised.error = str(error)

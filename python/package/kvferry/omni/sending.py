@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from kvferry.log import logger_of
-from kvferry.omni import codec, settings
+from kvferry.omni import codec, device, settings
 from kvferry.omni.buffer import PayloadBuffer
 from kvferry.omni.channel import Channel, Channels
 from kvferry.omni.keys import PayloadKey
@@ -46,7 +46,8 @@ class Sender:
         if channel is None:
             return self._not_put(key, "host-gone", "the host is gone, and there is no other one yet")
         try:
-            return self._put(channel, key, codec.encode(_plain(data)))
+            encode = codec.encode_foreign if key.stream[1] in self.channels.settings.mori_stages else codec.encode
+            return self._put(channel, key, encode(_plain(data)))
         except ConnectionError as error:
             self.channels.broke(channel, error)
             return self._not_put(key, "host-gone", str(error))
@@ -64,6 +65,8 @@ class Sender:
             return self._not_put(key, *place)
         try:
             (offset,) = place
+            if encoded.is_on_device():
+                device.pin(channel.pool)
             encoded.write(channel.pool[offset : offset + nbytes])
         except BaseException:
             link.give_back(slot)
@@ -74,13 +77,13 @@ class Sender:
                 self._open[key.stream] = link.incarnation
                 self._given_up.pop(key.stream, None)
         self.counts.moved("puts", nbytes)
-        host, port = at.address
+        host, port = channel.address(at.address)
         metadata = {
             "source_host": host,
             "source_port": port,
             "data_size": nbytes,
             "is_fast_path": encoded.is_raw,
-            settings.NAME: {"incarnation": link.incarnation, "client": link.client},
+            settings.NAME: {"incarnation": link.incarnation, "client": link.client, "engine": link.engine},
         }
         return True, encoded.payload_bytes, metadata
 

@@ -26,7 +26,7 @@ POOL_BYTES = 1 << 30
 PUT_WAIT_S = 5.0
 GET_WAIT_MS = 10.0
 
-OWN = ("socket", "host", "deployment", "pool_bytes", "put_wait_s", "get_wait_ms", "require_fabric")
+OWN = ("socket", "host", "deployment", "pool_bytes", "put_wait_s", "get_wait_ms", "require_fabric", "mori_stages")
 
 # Those of vLLM-Omni and its connectors that somebody might take for a misspelled one of ours.
 OTHERS = re.compile(
@@ -53,8 +53,11 @@ class OmniSettings:
     stage: str | None
     # Why payloads do not go the way that is asked for, if they do not.
     instead: list[str] = field(default_factory=list)
-    # What `get_connection_info` says; nobody listens there.
+    # What `get_connection_info` says where no other host reaches ours; nobody listens there.
     address: tuple[str, int] = ("127.0.0.1", 50051)
+    # Stages whose connector is vLLM-Omni's own for MoRI, and where the one before this stage listens if nothing else says it.
+    mori_stages: frozenset[str] = frozenset()
+    mori_sender: tuple[str, int] | None = None
 
 
 def deployment() -> str:
@@ -99,6 +102,19 @@ def _text(extra: dict[str, Any], key: str, longest: int) -> str:
     if not isinstance(value, str) or len(value) > longest:
         raise _wrong(key, value, f"a text of at most {longest} characters")
     return value
+
+
+def _mori_stages(extra: dict[str, Any]) -> frozenset[str]:
+    value = extra.get("mori_stages") or []
+    if not isinstance(value, (list, tuple)) or not all(type(stage) in (int, str) for stage in value):
+        raise _wrong("mori_stages", value, "a list of stages, such as [1, 2]")
+    return frozenset(map(str, value))
+
+
+def _mori_sender(extra: dict[str, Any]) -> tuple[str, int] | None:
+    """As vLLM-Omni's connectors are told where the stage before theirs listens."""
+    host, port = extra.get("sender_host"), str(extra.get("sender_zmq_port") or "")
+    return (str(host), int(port)) if host and port.isdecimal() else None
 
 
 def _spawn(extra: dict[str, Any]) -> bool:
@@ -159,4 +175,6 @@ def read(extra: dict[str, Any]) -> OmniSettings:
         stage=str(stage) if stage is not None and str(stage) != "-1" else None,
         instead=_instead(extra),
         address=(str(extra.get("host") or "127.0.0.1"), extra.get("zmq_port") or 50051),
+        mori_stages=_mori_stages(extra),
+        mori_sender=_mori_sender(extra),
     )

@@ -144,7 +144,7 @@ class Encoded:
             end = offset + nbytes
         # Bytes of the whole.
         self.nbytes = end
-        self.is_raw = form == RAW
+        self.is_raw = form in (True, FOREIGN_RAW)
         # Those of a raw payload alone; of another one the whole's.
         self.payload_bytes = leaves[0][0] if self.is_raw else end
         self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton

@@ -173,9 +173,19 @@ def get(here: Any, key: str, stages: tuple[str, str] = ("0", "1"), metadata: Any
 def want(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:
     """What is not there; when this returns the host knows."""
     assert here.connector.get(*stages, key) is None
-    link = here.connector._channels.current().link
-    slot, _ = link.reserve(20_000, PATIENCE_S)
-    link.give_back(slot)
+    settle(here)
+
+
+def settle(here: Any) -> None:
+    """Returns when the host has done what this process said. What it said others may overtake."""
+    if (channel := here.connector._channels.current()) is not None:
+        slot, _ = channel.link.reserve(20_000, PATIENCE_S)
+        channel.link.give_back(slot)
+
+
+def clean_up(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:
+    here.connector.cleanup(key, *stages)
+    settle(here)
 
 
 def keep(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:

@@ -111,18 +111,22 @@ class Pipeline:
     def end(self) -> None:
         for stage in self.stages:
             stage.end()
-        for host in hosts(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(host, signal.SIGKILL)
+        kill(hosts(self.folder))
 
 
-def hosts(folder: Path) -> list[int]:
-    """Processes of hosts whose socket is in this folder."""
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def hosts(folder: Path, name: str = "") -> list[int]:
+    """Processes of hosts whose socket is in this folder, and has a name that begins so."""
     found = []
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = line.read_bytes().split(b"\0")
-            if b"kvferry.host" in words and any(word.startswith(bytes(folder)) for word in words):
+            if b"kvferry.host" in words and any(word.startswith(bytes(folder / name)) for word in words):
                 found.append(int(line.parent.name))
     return found
 

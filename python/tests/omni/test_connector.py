@@ -225,7 +225,7 @@ def test_r9_the_host_says_where_a_payload_is_and_nobody_else(pipeline):
     """O18: there is no place in what a stage is told by another one."""
     sender = pipeline.stage(0)
     _, _, metadata = sender(put, "k", b"x")
-    assert set(metadata["kvferry"]) == {"incarnation", "client"}
+    assert set(metadata["kvferry"]) == {"incarnation", "client", "engine"}
 
 
 def unencodable(here: Any) -> Any:

@@ -30,8 +30,9 @@ class Want:
     def __init__(self, key: PayloadKey, metadata: dict[str, Any] | None):
         self.key = key
         own = metadata.get(settings.NAME) if metadata else None
-        # Incarnation of its host, and number there of who put it.
-        self.producer = (own.get("incarnation"), own.get("client")) if isinstance(own, dict) else (None, None)
+        own = own if isinstance(own, dict) else {}
+        # Incarnation of its host, number there of who put it, and how other hosts call that one, if they reach it.
+        self.producer = own.get("incarnation"), own.get("client"), own.get("engine")
         # Where it is wanted, if it is.
         self.channel: Channel | None = None
         # When it is to be wanted again, if it is not.
@@ -90,11 +91,15 @@ class Receiver:
         channel = self.channels.current()
         if channel is None:
             raise self._lost(want, "host-gone", "the host is gone, and there is no other one yet")
-        incarnation, client = want.producer
-        if incarnation is not None and incarnation != channel.link.incarnation:
+        incarnation, client, engine = want.producer
+        is_here = engine is None or engine == channel.link.engine
+        if is_here and incarnation is not None and incarnation != channel.link.incarnation:
             raise self._lost(want, "host-gone", "the host that had it was lost")
         try:
-            channel.link.want(want.key, client)
+            if is_here:
+                channel.link.want(want.key, client)
+            else:
+                channel.link.want(want.key, None, engine)
         except ConnectionError as error:
             raise self._gone(want, channel, error) from error
         want.channel = channel
@@ -155,7 +160,7 @@ class Receiver:
     def _lost(self, want: Want, kind: str, why: str) -> PayloadLost:
         """To be raised. It is wanted again a little later: the next request may have the same id."""
         want.channel, want.again = None, time.monotonic() + AGAIN_S
-        want.producer = None, None
+        want.producer = None, None, None
         error = PayloadLost(want.key, kind, why)
         self.counts.failed(kind, str(error))
         self.raised.error = str(error)

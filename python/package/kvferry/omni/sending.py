@@ -80,7 +80,7 @@ class Sender:
             "source_port": port,
             "data_size": nbytes,
             "is_fast_path": encoded.is_raw,
-            settings.NAME: {"incarnation": link.incarnation, "client": link.client},
+            settings.NAME: {"incarnation": link.incarnation, "client": link.client, "engine": link.engine},
         }
         return True, encoded.payload_bytes, metadata
 

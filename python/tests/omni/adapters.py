@@ -7,7 +7,7 @@ from typing import Any
 import kvferry.omni
 import torch
 from kvferry.omni import hooks
-from stages import wait_for
+from stages import settle, wait_for
 from vllm_omni.data_entry_keys import CodesStruct, OmniPayloadStruct
 from vllm_omni.distributed.omni_connectors.transfer_adapter.chunk_transfer_adapter import OmniChunkTransferAdapter
 
@@ -114,6 +114,8 @@ def finish(here: Any, name: str) -> None:
     """The request is over here: it has ended, or it was aborted."""
     here.requests.pop(name, None)
     here.adapter.cleanup(f"internal-{name}", name)
+    if hasattr(here.connector, "of_kvferry"):
+        settle(here)
 
 
 def used(here: Any) -> dict[str, Any]:

@@ -111,18 +111,22 @@ class Pipeline:
     def end(self) -> None:
         for stage in self.stages:
             stage.end()
-        for host in hosts(self.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(host, signal.SIGKILL)
+        kill(hosts(self.folder))
 
 
-def hosts(folder: Path) -> list[int]:
-    """Processes of hosts whose socket is in this folder."""
+def kill(processes: list[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def hosts(folder: Path, name: str = "") -> list[int]:
+    """Processes of hosts whose socket is in this folder, and has a name that begins so."""
     found = []
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = line.read_bytes().split(b"\0")
-            if b"kvferry.host" in words and any(word.startswith(bytes(folder)) for word in words):
+            if b"kvferry.host" in words and any(word.startswith(bytes(folder / name)) for word in words):
                 found.append(int(line.parent.name))
     return found
 
@@ -173,9 +177,19 @@ def get(here: Any, key: str, stages: tuple[str, str] = ("0", "1"), metadata: Any
 def want(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:
     """What is not there; when this returns the host knows."""
     assert here.connector.get(*stages, key) is None
-    link = here.connector._channels.current().link
-    slot, _ = link.reserve(20_000, PATIENCE_S)
-    link.give_back(slot)
+    settle(here)
+
+
+def settle(here: Any) -> None:
+    """Returns when the host has done what this process said. What it said others may overtake."""
+    if (channel := here.connector._channels.current()) is not None:
+        slot, _ = channel.link.reserve(20_000, PATIENCE_S)
+        channel.link.give_back(slot)
+
+
+def clean_up(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:
+    here.connector.cleanup(key, *stages)
+    settle(here)
 
 
 def keep(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:

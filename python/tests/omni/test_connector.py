@@ -2,7 +2,9 @@
 
 import inspect
 import random
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +12,9 @@ import pytest
 import torch
 from kvferry.omni import KvferryOmniConnector, PayloadLost, sending, settings
 from kvferry.omni.keys import parsed
+from kvferry.omni.outcomes import OUTCOMES
 from objects import DTYPES, anything, same, stored, tensor
-from stages import close, drop, get, health, keep, kept, lost, plain, poll, put, wait_for
+from stages import clean_up, close, drop, get, health, keep, kept, lost, plain, poll, put, settle, wait_for
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector import (
     MoriTransferEngineConnector,
@@ -210,10 +213,6 @@ def test_r6_r8_a_payload_that_is_read_outlives_its_key(pipeline):
     assert torch.equal(receiver(kept, "whole")["a"], torch.full((1 << 13,), 1))
 
 
-def clean_up(here: Any, key: str, stages: tuple[str, str] = ("0", "1")) -> None:
-    here.connector.cleanup(key, *stages)
-
-
 def test_r8_o3_of_two_puts_of_a_key_the_later_counts(pipeline):
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     sender(put, "k", [1])
@@ -226,7 +225,7 @@ def test_r9_the_host_says_where_a_payload_is_and_nobody_else(pipeline):
     """O18: there is no place in what a stage is told by another one."""
     sender = pipeline.stage(0)
     _, _, metadata = sender(put, "k", b"x")
-    assert set(metadata["kvferry"]) == {"incarnation", "client"}
+    assert set(metadata["kvferry"]) == {"incarnation", "client", "engine"}
 
 
 def unencodable(here: Any) -> Any:
@@ -257,6 +256,15 @@ def test_r10_outcomes_are_told_apart(pipeline):
     assert (outcomes["peer_down"], outcomes["unknown"], outcomes["corrupt"]) == (2, 1, 1)
     assert outcomes["not_ready"] > 0
     assert set(outcomes) >= {"not_ready", "unknown", "pool_full", "peer_down", "timeout", "corrupt", "closed"}
+
+
+def test_r10_each_kind_of_the_host_is_counted_and_in_the_document():
+    root = Path(__file__).parents[3]
+    of_host = re.findall(r'PayloadFailure::\w+.* => "([a-z-]+)",', (root / "engine/src/core/payload/io.rs").read_text())
+    assert len(of_host) >= 12 and set(of_host) <= set(OUTCOMES)
+    document = (root / "docs/omni.md").read_text()
+    for kind, outcome in OUTCOMES.items():
+        assert f"| `{kind}` | `{outcome}` |" in document
 
 
 def damage(here: Any, key: str) -> None:
@@ -632,6 +640,7 @@ def test_cleanup_is_of_a_chunk_or_of_a_request(pipeline):
 
 def clean_up_internal(here: Any, key: str) -> None:
     here.connector.cleanup(key)
+    settle(here)
 
 
 def bad_clean_ups(here: Any) -> int:

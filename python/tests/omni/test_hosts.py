@@ -1,64 +1,51 @@
-"""The connector between two hosts."""
+"""Stages on two machines, which are two hosts here: each is told where others reach it, and the second where the first is."""
 
-import tempfile
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from objects import same
-from stages import Pipeline, get, health, hosts, lost, put
-
-CHUNK = {"codes": {"audio": torch.arange(60_000).view(4, -1)}, "meta": {"finished": torch.tensor(False)}}
+from stages import get, hosts, kill, lost, put, wait_for, want
 
 
-def connection(here):
-    return here.connector.get_connection_info()
+def engine(here: Any) -> str | None:
+    return here.connector._channels.current().link.engine
 
 
 @pytest.fixture
-def others(folder, monkeypatch):
-    """Two pipelines of one deployment, each with a host that the other one reaches."""
+def machines(pipeline, monkeypatch):
+    """A stage on either; hosts that a stage starts have its environment."""
     monkeypatch.setenv("KVFERRY_HOST_PAYLOAD_LISTEN", "127.0.0.1:0")
-    # Sooner than by default it is noticed that a host is gone.
-    monkeypatch.setenv("KVFERRY_HOST_SET", "channel.silent_ms=2000")
-    made = [Pipeline(Path(tempfile.mkdtemp(dir=folder))) for _ in range(2)]
-    yield made
-    for pipeline in made:
-        pipeline.end()
+    first = pipeline.stage(0, socket=str(pipeline.folder / "first"))
+    monkeypatch.setenv("KVFERRY_HOST_PAYLOAD_HOSTS", first(engine))
+    return first, pipeline.stage(1, socket=str(pipeline.folder / "second"))
 
 
-def test_r2_metadata_leads_to_the_host_that_has_it(others):
-    sender, receiver = others[0].stage(0), others[1].stage(1)
-    assert len(hosts(others[0].folder)) == len(hosts(others[1].folder)) == 1
-    for chunk, obj in enumerate([CHUNK, torch.rand(700_000), b"", {"end": True}]):
-        key = f"r_0_{chunk}"
-        done, _, metadata = sender(put, key, obj)
-        assert done
-        at = sender(connection)
-        assert (metadata["source_host"], metadata["source_port"]) == (at["host"], at["zmq_port"])
-        got = receiver(get, key, ("0", "1"), metadata)
-        assert same(got[1] if isinstance(got, tuple) else got, obj)
-    # A payload has one receiver.
-    assert receiver(lost, "r_0_0", ("0", "1"), metadata) == "taken"
-    assert receiver(health)["gets"] == 4
+def test_payloads_come_from_another_host(machines):
+    first, second = machines
+    assert first(engine) != second(engine)
+    for chunk in range(3):
+        assert first(put, f"r_0_{chunk}", {"a": torch.arange(100_000) + chunk})[0]
+        assert torch.equal(second(get, f"r_0_{chunk}")["a"], torch.arange(100_000) + chunk)
+    second(want, "kv")
+    first(put, "kv", bytes(1_000_000))
+    assert second(get, "kv") == (bytes, bytes(1_000_000))
 
 
-def test_without_metadata_the_hosts_that_are_named_are_asked(others, monkeypatch):
-    sender = others[0].stage(0)
-    at = sender(connection)
-    monkeypatch.setenv("KVFERRY_HOST_PAYLOAD_HOSTS", f"{at['host']}:{at['zmq_port']}")
-    receiver = others[1].stage(1)
-    receiver.begin(get, "r_0_0")
-    sender(put, "r_0_0", CHUNK)
-    assert same(receiver.result(), CHUNK)
-    sender.kill()
-    assert receiver(lost, "r_0_1") == "producer-gone"
+def test_r2_metadata_names_the_host(pipeline, monkeypatch):
+    """Which nobody else has named."""
+    monkeypatch.setenv("KVFERRY_HOST_PAYLOAD_LISTEN", "127.0.0.1:0")
+    first, second = (pipeline.stage(stage, socket=str(pipeline.folder / str(stage))) for stage in (0, 1))
+    _, _, metadata = first(put, "k", [1, 2])
+    assert metadata["kvferry"]["engine"] == first(engine)
+    assert second(get, "k", ("0", "1"), metadata) == [1, 2]
 
 
-def test_o14_a_host_that_dies_is_an_outcome(others):
-    sender, receiver = others[0].stage(0), others[1].stage(1)
-    _, _, metadata = sender(put, "r_0_0", CHUNK)
-    receiver(get, "r_0_0", ("0", "1"), metadata)
-    receiver.begin(lost, "r_0_1", ("0", "1"), metadata)
-    others[0].lose_host()
-    assert receiver.result() in ("peer-gone", "producer-gone")
+def test_a_lost_machine_is_an_outcome(pipeline, machines):
+    first, second = machines
+    first(put, "r_0_0", [0])
+    assert second(get, "r_0_0") == [0]
+    second(want, "r_0_1")
+    first.kill()
+    kill(hosts(pipeline.folder, "first"))
+    assert second(lost, "r_0_1") in ("peer-gone", "producer-gone")
+    wait_for(lambda: not hosts(pipeline.folder, "first"))

@@ -11,6 +11,7 @@ OUTCOMES = {
     "ended": "unknown",
     "taken": "unknown",
     "cleaned-up": "unknown",
+    "unknown": "unknown",
     "given-up": "peer_down",
     "producer-gone": "peer_down",
     "host-gone": "peer_down",

@@ -26,16 +26,14 @@ Place = tuple[str, str, str]
 class Want:
     """A key that was asked for."""
 
-    __slots__ = ("again", "channel", "engine", "key", "producer", "sender", "since")
+    __slots__ = ("again", "channel", "key", "producer", "sender", "since")
 
     def __init__(self, key: PayloadKey, metadata: dict[str, Any] | None):
         self.key = key
         own = metadata.get(settings.NAME) if metadata else None
-        # Incarnation of its host, and number there of who put it.
         own = own if isinstance(own, dict) else {}
-        self.producer = own.get("incarnation"), own.get("client")
-        # What other hosts call that one, if they reach it.
-        self.engine: str | None = own.get("engine")
+        # Incarnation of its host, number there of who put it, and how other hosts call that one, if they reach it.
+        self.producer = own.get("incarnation"), own.get("client"), own.get("engine")
         # Where a stage with a connector of MoRI listens.
         source = metadata or {}
         host, port = source.get("source_host"), source.get("source_port")
@@ -108,15 +106,15 @@ class Receiver:
         return True
 
     def _want(self, want: Want, link: PayloadLink) -> None:
-        at, (incarnation, client) = self.channels.settings, want.producer
+        at, (incarnation, client, engine) = self.channels.settings, want.producer
         if want.key.stream[0] in at.mori_stages:
             sender = want.sender or self.sender or at.mori_sender
             if sender is None:
                 why = "nothing says where its stage listens: give sender_host and sender_zmq_port"
                 raise self._lost(want, "peer-gone", why)
             link.fetch(want.key, *sender)
-        elif want.engine not in (None, link.engine):
-            link.want(want.key, host=want.engine)
+        elif engine not in (None, link.engine):
+            link.want(want.key, host=engine)
         elif incarnation not in (None, link.incarnation):
             raise self._lost(want, "host-gone", "the host that had it was lost")
         else:
@@ -177,7 +175,7 @@ class Receiver:
     def _lost(self, want: Want, kind: str, why: str) -> PayloadLost:
         """To be raised. It is wanted again a little later: the next request may have the same id."""
         want.channel, want.again = None, time.monotonic() + AGAIN_S
-        want.producer, want.engine = (None, None), None
+        want.producer = None, None, None
         error = PayloadLost(want.key, kind, why)
         self.counts.failed(kind, str(error))
         self.raised.error = str(error)

@@ -12,7 +12,8 @@ use std::process::Command;
 const CHUNK: u64 = 25;
 
 /// Targets with tests of the engine that find bugs, as `./test --planted` builds them.
-const TARGETS: [&str; 6] = ["layout", "pair", "payload", "peers", "peers_hello", "router"];
+const TARGETS: [&str; 7] =
+    ["layout", "pair", "payload", "payload_hosts", "peers", "peers_hello", "router"];
 
 #[derive(Debug, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(untagged, deny_unknown_fields)]

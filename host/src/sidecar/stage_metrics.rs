@@ -1,7 +1,7 @@
 //! What a host of payloads counts, in the format of Prometheus.
 
 use super::mori_stages::MoriStageMetrics;
-use crate::instance::metrics_text;
+use crate::instance::{CutCollector, metrics_text};
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::payload::{PayloadAnswer, PayloadHook};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -78,6 +78,7 @@ impl StageMetrics {
         let about = "What processes of stages said against the rules";
         all.register("payload_misuses", about, self.misuses.clone());
         self.mori.register(all);
+        all.register_collector(Box::new(CutCollector));
     }
 
     pub(super) fn told(&self, hook: &PayloadHook) {

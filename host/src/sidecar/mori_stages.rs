@@ -25,7 +25,7 @@ use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::registry::Registry;
-use std::io::{Error, ErrorKind};
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::task::Waker;
 
@@ -104,8 +104,10 @@ impl MoriStageSettings {
         let mut control = ZmqPlane::new(config).map_err(|why| why.to_string())?;
         let at = control.listen(LinkKind::Handshake).map_err(|why| {
             let address = format!("{}:{port}", bracketed(host));
-            let remedy = remedy(&address, &Error::from(ErrorKind::AddrInUse));
-            format!("payload_mori_listen = {address}: {why}; {remedy}")
+            // A trial says what to do about it; the port may be free by then.
+            let remedy = TcpListener::bind(&address).err().map(|why| remedy(&address, &why));
+            let remedy = remedy.map_or(String::new(), |remedy| format!("; {remedy}"));
+            format!("payload_mori_listen = {address}: {why}{remedy}")
         })?;
         let plane = match self.fabric {
             StageFabric::Host => PlaneConfig::Host(fabric.clone()),

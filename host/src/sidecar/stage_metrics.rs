@@ -64,7 +64,6 @@ impl StageMetrics {
             let all = &mut metrics.registry;
             all.register_collector(Box::new(PlaneCollector::new("transfer", counters)));
             all.register_collector(Box::new(InputCollector));
-            all.register_collector(Box::new(CutCollector));
             trust.register(all);
         }
         metrics
@@ -91,6 +90,7 @@ impl StageMetrics {
         let about = "What processes of stages said against the rules";
         all.register("payload_misuses", about, self.misuses.clone());
         self.mori.register(all);
+        all.register_collector(Box::new(CutCollector));
     }
 
     pub(super) fn told(&self, hook: &PayloadHook) {

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 BENCHES = Path(__file__).parents[3] / "benches" / "omni"
 
@@ -27,12 +28,12 @@ class MoriStage:
 
 @contextlib.contextmanager
 def mori_stage(**config: Any) -> Iterator[MoriStage]:
-    # Without it the module `mori` refuses where vLLM is; it counts when a process begins.
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
     context = multiprocessing.get_context("spawn")
     pipe, its = context.Pipe()
     process = context.Process(target=_serve, args=(its, config), daemon=True)
-    process.start()
+    # Without it the module `mori` refuses where vLLM is; it counts when a process begins.
+    with mock.patch.dict(os.environ, THP_MEM_ALLOC_ENABLE="1"):
+        process.start()
     its.close()
     stage = MoriStage(pipe)
     try:

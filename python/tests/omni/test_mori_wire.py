@@ -50,15 +50,18 @@ class Host:
             ],
             stderr=(folder / "log").open("wb"),
         )
-        while not socket.exists():
-            assert self.process.poll() is None, (folder / "log").read_text()
-            time.sleep(0.01)
         self.log = folder / "log"
         self.socket = socket
         self.thinker, self.talker = self.stage("0"), self.stage("1")
 
     def stage(self, stage: str, deployment: str = DEPLOYMENT) -> PayloadLink:
-        link = PayloadLink.connect(str(self.socket), deployment, stage)
+        while True:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                link = PayloadLink.connect(str(self.socket), deployment, stage)
+                break
+            except ConnectionError:
+                time.sleep(0.01)
         link.wait_ready(PATIENCE)
         return link
 

@@ -426,7 +426,8 @@ impl HostWorld {
             2 => PayloadNote::Unwant { place },
             3 => PayloadNote::Missing { place, failure: PayloadFailure::CleanedUp },
             4 if to_source => PayloadNote::Want { place },
-            4 => PayloadNote::Absent { place, has_stage: what & 16 == 0 },
+            // One that says that somebody may put it is waited for.
+            4 => PayloadNote::Absent { place, has_stage: false },
             5 => PayloadNote::Offer { place, number, bytes: number * 999, generation: number },
             6 => PayloadNote::Settled { number },
             _ => PayloadNote::Missing { place, failure: PayloadFailure::Ended },

@@ -151,10 +151,7 @@ fn stage_gateway(
     let pool = Arc::new(pool.map_err(|why| format!("payload_pool = {bytes}: {why}"))?);
     let incarnation = Incarnation::begin(incarnations::now_us(), None);
     let memory = (pool.descriptor().as_raw_fd(), pool.len());
-    let cores = peers.as_ref().map(|(listen, hosts)| {
-        let cores = PoolCores::new(listen, incarnation, memory, operator)?;
-        Ok::<_, String>((cores, hosts.clone()))
-    });
+    let cores = peers.as_ref().map(|at| PoolCores::new(at, incarnation, memory, operator));
     let payloads = PayloadConfig { pool: pool.len(), hold, ..PayloadConfig::default() };
     let config = StageConfig { payloads, incarnation, idle, mori: mori.clone() };
     let parts = (config, pool.clone(), cores.transpose()?);

@@ -55,6 +55,8 @@ pub(super) struct PoolCores {
     pub(super) engine: EngineId,
     prefill: InstanceBuilder,
     decode: InstanceBuilder,
+    /// The other hosts that are known from the start.
+    hosts: Vec<PoolAddress>,
     pub(super) counters: Vec<CounterSource>,
     pub(super) trust: InstanceTrust,
 }
@@ -66,7 +68,7 @@ impl PoolCores {
     /// # Errors
     /// What cannot be had, under the name by which it was given, and what to do.
     pub(super) fn new(
-        listen: &PoolAddress,
+        (listen, hosts): &(PoolAddress, Vec<PoolAddress>),
         incarnation: Incarnation,
         (file, bytes): (i32, u64),
         operator: &OperatorConfig,
@@ -86,7 +88,7 @@ impl PoolCores {
         let (engine, prefill, served) = core(Role::Prefill, listen.port)?;
         let (_, decode, initiated) = core(Role::Decode, 0)?;
         let counters = [served, initiated].map(CounterSource::Here).into();
-        Ok(PoolCores { engine, prefill, decode, counters, trust })
+        Ok(PoolCores { engine, prefill, decode, hosts: hosts.clone(), counters, trust })
     }
 
     /// Starts both, with what they tell going to the payload core.
@@ -95,11 +97,17 @@ impl PoolCores {
             let side = PoolSide { gateway: gateway.clone(), news };
             instance.with_clock(clock.clone()).start(|_| side)
         };
-        PoolPeers {
+        let mut peers = PoolPeers {
             prefill: start(self.prefill, PayloadInput::PrefillPeer),
             decode: start(self.decode, PayloadInput::DecodePeer),
             hosts: BTreeMap::new(),
+        };
+        for host in &self.hosts {
+            if let Some(hosts) = peers.add(host) {
+                gateway.do_send(Input(hosts));
+            }
         }
+        peers
     }
 }
 

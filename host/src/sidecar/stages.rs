@@ -84,25 +84,21 @@ impl StageGateway {
     /// Why there is no pool of this size.
     pub(super) fn start(
         clock: Clock,
-        (config, pool, cores): (StageConfig, Arc<MemfdPool>, Option<(PoolCores, Vec<PoolAddress>)>),
+        (config, pool, cores): (StageConfig, Arc<MemfdPool>, Option<PoolCores>),
         over: oneshot::Sender<()>,
     ) -> (MailboxSender<StageActor>, MoriStageMetrics) {
         let payloads = config.payloads.clone();
-        let engine = cores.as_ref().map(|(cores, _)| cores.engine.clone());
+        let engine = cores.as_ref().map(|cores| cores.engine.clone());
         let machine = match &engine {
             Some(engine) => PayloadCore::with_peers(payloads, engine.clone(), config.incarnation),
             None => PayloadCore::new(payloads),
         };
-        let counted = cores.as_ref().map(|(cores, _)| (cores.counters.clone(), cores.trust));
+        let counted = cores.as_ref().map(|cores| (cores.counters.clone(), cores.trust));
         let metrics = StageMetrics::new(pool.len(), counted);
         let (of_mori, idle) = (metrics.mori.clone(), config.idle);
-        let hosts = cores.as_ref().map_or(Vec::new(), |(_, hosts)| hosts.clone());
-        let (mut named, timing) = (None, clock.clone());
+        let timing = clock.clone();
         let adapter = |own: Addr<StageActor>| {
-            let mut peers = cores.map(|(cores, _)| cores.start(&own, &timing));
-            for host in &hosts {
-                named = peers.as_mut().and_then(|peers| peers.add(host)).or(named.take());
-            }
+            let peers = cores.map(|cores| cores.start(&own, &timing));
             StageGateway {
                 config,
                 pool,
@@ -118,9 +114,6 @@ impl StageGateway {
             }
         };
         let actor = Driver::start(adapter, machine, None, clock);
-        if let Some(hosts) = named {
-            actor.do_send(Input(hosts));
-        }
         if idle.is_some() {
             actor.do_send(ClientLeft(0));
         }

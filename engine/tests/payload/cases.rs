@@ -174,6 +174,21 @@ fn a_stage_leaves_room_for_those_behind_it() {
 }
 
 #[test]
+fn what_is_longer_than_a_share_fits_beside_slots_that_are_kept_for_small_ones() {
+    let mut bench = CaseBench::new(PayloadConfig { pool: 64 * 4096, ..PayloadConfig::default() });
+    // Two stages share the pool, and a process of the first keeps a page.
+    let kept = bench.reserve(4096, Nanos::ZERO);
+    assert!(matches!(kept[..], [(_, PayloadAnswer::Reserved { .. })]), "{kept:?}");
+    let long = bench.reserve(40 * 4096, Nanos::ZERO);
+    assert!(matches!(long[..], [(_, PayloadAnswer::Reserved { .. })]), "{long:?}");
+    // There is room for no more of them, nor for anything else of this stage.
+    for bytes in [1, 33 * 4096] {
+        let full = bench.reserve(bytes, Nanos::ZERO);
+        assert!(matches!(full[..], [(_, PayloadAnswer::NotReserved { .. })]), "{full:?}");
+    }
+}
+
+#[test]
 fn who_came_first_is_served_first_whatever_its_stage() {
     let config = PayloadConfig { pool: 4 * 4096, ..PayloadConfig::default() };
     let mut bench = CaseBench::with_stages(config, ["0", "1", "2"]);

@@ -96,7 +96,9 @@ impl HostBench {
 
     /// What the clients were told meanwhile.
     fn told(&mut self) -> Vec<(usize, PayloadClient, PayloadAnswer)> {
-        std::mem::take(&mut self.cluster.answers)
+        let mut told = std::mem::take(&mut self.cluster.answers);
+        told.retain(|(.., answer)| !matches!(answer, PayloadAnswer::Abandoned { .. }));
+        told
     }
 
     /// The one payload that arrived, with who wrote its first page; others may have been told that

@@ -198,6 +198,7 @@ impl HostWorld {
                     self.arrived((host, at), key, claim, (offset, bytes));
                 }
                 PayloadAnswer::Missing { key, failure } => self.missing((host, at), &key, &failure),
+                PayloadAnswer::Abandoned { .. } => {}
                 answer => panic!("nobody waits for {answer:?}"),
             }
         }

@@ -195,6 +195,11 @@ impl StageGateway {
         peers.add(&PoolAddress::parse(&host.0)?)
     }
 
+    /// Wants a payload that is put at this host, and asks no other one for it.
+    fn want_here(&self, key: PayloadKey) -> PayloadHook {
+        PayloadHook::WantFrom { key, host: self.engine.clone().unwrap_or_else(|| "".into()) }
+    }
+
     /// A process wants what a stage with a connector of MoRI has.
     fn fetch(
         &mut self,
@@ -204,7 +209,7 @@ impl StageGateway {
     ) {
         let why = match (&self.mori, &self.config.mori) {
             (Some(mori), _) if self.of_mori.contains(&client) => {
-                let hook = PayloadHook::Want { key: key.clone(), producer: None };
+                let hook = self.want_here(key.clone());
                 inputs.push_back(PayloadInput::Hook { client, hook });
                 self.fetches.entry(key.clone()).or_default().insert(client);
                 return mori.do_send(Input(OmniMoriInput::Fetch { key, sender }));
@@ -362,8 +367,14 @@ impl Handler<MoriHook> for StageActor {
 
     fn handle(&mut self, MoriHook(hook): MoriHook, context: &mut Context<Self>) {
         let client = MORI_CLIENT;
-        let input = PayloadInput::Hook { client, hook };
-        self.with_adapter(context, |_, inputs| inputs.push_back(input));
+        self.with_adapter(context, |gateway, inputs| {
+            // A stranger has no other host asked.
+            let hook = match hook {
+                PayloadHook::Want { key, .. } => gateway.want_here(key),
+                hook => hook,
+            };
+            inputs.push_back(PayloadInput::Hook { client, hook });
+        });
     }
 }
 

@@ -219,17 +219,18 @@ def test_other_deployments_are_told_that_it_is_not_for_them(host):
 
 
 def connector(host: Host, **extra: Any) -> KvferryOmniConnector:
-    at = {"socket": str(host.socket), "host": "connect", "deployment": DEPLOYMENT}
+    at = {"socket": str(host.socket), "host": "127.0.0.1", "zmq_port": host.port, "deployment": DEPLOYMENT}
     return KvferryOmniConnector(at | extra)
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("name", OBJECTS)
-def test_r17_the_connector_puts_for_such_a_stage(host, receiver, name):
-    obj = OBJECTS[name]
+def test_r17_the_connector_puts_for_such_a_stage(host, receiver, name, told):
+    obj, key = OBJECTS[name], f"put-{name}-{told}_0_0"
     with connector(host, stage_id=0, mori_stages=[1]) as here:
-        done, _, metadata = here.put("0", "1", f"put-{name}_0_0", obj)
+        done, _, metadata = here.put("0", "1", key, obj)
         assert done
-        got = receiver.call("get", "0", "1", f"put-{name}_0_0", None)
+        got = receiver.call("get", "0", "1", key, metadata if told else None)
     assert same(got[0], serialized(obj) if raw_bytes(obj) is None else raw_bytes(obj))
 
 

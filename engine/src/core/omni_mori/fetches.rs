@@ -15,13 +15,13 @@ pub(super) struct StageFetch {
     pub(super) sender: Endpoint,
     /// The connection by which it is asked for now; none while it waits for one.
     pub(super) link: Option<LinkId>,
-    state: FetchState,
+    state: ForeignFetchState,
     failures: u32,
     polls: u32,
 }
 
 #[derive(Debug)]
-enum FetchState {
+enum ForeignFetchState {
     /// Its sender is asked whether it has it.
     Asking,
     /// It is asked again in a while.
@@ -58,7 +58,7 @@ impl OmniMori {
         if self.fetches.len() >= self.config.settings.fetches_max as usize {
             return self.failed(&key, "too many payloads are fetched", turn);
         }
-        let (state, link) = (FetchState::Asking, None);
+        let (state, link) = (ForeignFetchState::Asking, None);
         let fetch = StageFetch { sender: sender.clone(), link, state, failures: 0, polls: 0 };
         self.fetches.insert(key.clone(), fetch);
         let until = turn.now + self.config.settings.fetch;
@@ -83,19 +83,21 @@ impl OmniMori {
         let Some(fetch) = self.fetches.get_mut(key) else { return };
         match &mut fetch.state {
             // It can be revoked when it is registered.
-            FetchState::Registering(slot) => fetch.state = FetchState::Revoking(*slot, end),
-            FetchState::Pulling(slot, _) => {
-                fetch.state = FetchState::Revoking(*slot, end);
+            ForeignFetchState::Registering(slot) => {
+                fetch.state = ForeignFetchState::Revoking(*slot, end)
+            }
+            ForeignFetchState::Pulling(slot, _) => {
+                fetch.state = ForeignFetchState::Revoking(*slot, end);
                 self.revoke(key, turn);
             }
             // What is whole is put: its sender has it no more.
-            FetchState::Revoking(_, AfterRevoke::Put) => {}
-            FetchState::Revoking(_, after) => *after = end,
-            FetchState::Reserving(ticket, _) => {
+            ForeignFetchState::Revoking(_, AfterRevoke::Put) => {}
+            ForeignFetchState::Revoking(_, after) => *after = end,
+            ForeignFetchState::Reserving(ticket, _) => {
                 self.tickets.remove(ticket);
                 self.finish(key, end, turn);
             }
-            FetchState::Asking | FetchState::Pausing => self.finish(key, end, turn),
+            ForeignFetchState::Asking | ForeignFetchState::Pausing => self.finish(key, end, turn),
         }
     }
 
@@ -137,14 +139,14 @@ impl OmniMori {
 
     fn pause(&mut self, key: &PayloadKey, pause: Nanos, turn: &mut StageTurn<'_>) {
         if let Some(fetch) = self.fetches.get_mut(key) {
-            fetch.state = FetchState::Pausing;
+            fetch.state = ForeignFetchState::Pausing;
             self.timers.arm(OmniMoriTimer::Poll(key.clone()), turn.now + pause);
         }
     }
 
     pub(super) fn poll(&mut self, key: &PayloadKey, turn: &mut StageTurn<'_>) {
         let Some(fetch) = self.fetches.get_mut(key) else { return };
-        fetch.state = FetchState::Asking;
+        fetch.state = ForeignFetchState::Asking;
         let sender = fetch.sender.clone();
         self.enqueue(&sender, key.clone(), turn);
     }
@@ -153,10 +155,10 @@ impl OmniMori {
     pub(super) fn call_of(&self, key: &PayloadKey) -> Option<(ConnectorCall, Nanos)> {
         let request_id = request_id(key).into();
         match &self.fetches.get(key)?.state {
-            FetchState::Asking => {
+            ForeignFetchState::Asking => {
                 Some((ConnectorCall::Query { request_id }, self.config.settings.query))
             }
-            FetchState::Pulling(slot, desc) => {
+            ForeignFetchState::Pulling(slot, desc) => {
                 let bytes = slot.foreign.bytes;
                 let pull = PullRequest {
                     request_id,
@@ -201,11 +203,11 @@ impl OmniMori {
         let sender = fetch.sender.clone();
         fetch.link = None;
         let broken = match fetch.state {
-            FetchState::Asking => match QueryAnswer::decode(parts) {
+            ForeignFetchState::Asking => match QueryAnswer::decode(parts) {
                 Ok(answer) => return self.query_answered(key, answer, turn),
                 Err(why) => why,
             },
-            FetchState::Pulling(..) => match PullAnswer::decode(parts) {
+            ForeignFetchState::Pulling(..) => match PullAnswer::decode(parts) {
                 Ok(PullAnswer::Done) => return self.end_with(key, AfterRevoke::Put, turn),
                 Ok(PullAnswer::Failed(why)) => {
                     let why = if why.is_empty() { "it says trans_error".into() } else { why };
@@ -235,7 +237,7 @@ impl OmniMori {
                     let why = format!("it has {data_size} bytes of {id}");
                     return self.end_with(key, AfterRevoke::Retry(why.into()), turn);
                 };
-                fetch.state = FetchState::Reserving(ticket, (data_size, is_fast_path));
+                fetch.state = ForeignFetchState::Reserving(ticket, (data_size, is_fast_path));
                 self.tickets.insert(ticket, key.clone());
                 let wait = self.config.settings.room;
                 turn.push(PayloadHook::Reserve { ticket, bytes, wait });
@@ -260,9 +262,9 @@ impl OmniMori {
             turn.push(PayloadHook::Return { slot });
             return;
         };
-        let FetchState::Reserving(_, (bytes, is_fast_path)) = fetch.state else { return };
+        let ForeignFetchState::Reserving(_, (bytes, is_fast_path)) = fetch.state else { return };
         let foreign = ForeignPayload { at: offset + PREAMBLE_BYTES, bytes, is_fast_path };
-        fetch.state = FetchState::Registering(FetchSlot { slot, region, foreign });
+        fetch.state = ForeignFetchState::Registering(FetchSlot { slot, region, foreign });
         self.regions.insert(region, key.clone());
         turn.push(OmniMoriEffect::Register { region, at: foreign.at, bytes });
     }
@@ -287,12 +289,12 @@ impl OmniMori {
         let Some(key) = self.regions.get(&region).cloned() else { return };
         let Some(fetch) = self.fetches.get_mut(&key) else { return };
         match fetch.state {
-            FetchState::Registering(slot) => {
-                fetch.state = FetchState::Pulling(slot, desc);
+            ForeignFetchState::Registering(slot) => {
+                fetch.state = ForeignFetchState::Pulling(slot, desc);
                 let sender = fetch.sender.clone();
                 self.enqueue(&sender, key, turn);
             }
-            FetchState::Revoking(..) => self.revoke(&key, turn),
+            ForeignFetchState::Revoking(..) => self.revoke(&key, turn),
             _ => {}
         }
     }
@@ -307,11 +309,11 @@ impl OmniMori {
         let Some(key) = self.regions.remove(&region) else { return };
         let Some(fetch) = self.fetches.get_mut(&key) else { return };
         match fetch.state {
-            FetchState::Registering(slot) => {
+            ForeignFetchState::Registering(slot) => {
                 turn.push(PayloadHook::Return { slot: slot.slot });
                 self.failed(&key, &format!("the slot cannot be registered: {why}"), turn);
             }
-            FetchState::Revoking(..) => {
+            ForeignFetchState::Revoking(..) => {
                 self.regions.insert(region, key);
                 self.deregistered(region, true, turn);
             }
@@ -321,7 +323,7 @@ impl OmniMori {
 
     pub(super) fn revoke(&mut self, key: &PayloadKey, turn: &mut StageTurn<'_>) {
         if let Some(fetch) = self.fetches.get(key)
-            && let FetchState::Revoking(FetchSlot { region, .. }, _) = fetch.state
+            && let ForeignFetchState::Revoking(FetchSlot { region, .. }, _) = fetch.state
         {
             turn.push(OmniMoriEffect::Deregister { region });
         }
@@ -340,8 +342,8 @@ impl OmniMori {
             let at = turn.now + self.config.settings.redial;
             return self.timers.arm(OmniMoriTimer::Revoke(key), at);
         }
-        let state = std::mem::replace(&mut fetch.state, FetchState::Asking);
-        let FetchState::Revoking(FetchSlot { slot, foreign, .. }, after) = state else {
+        let state = std::mem::replace(&mut fetch.state, ForeignFetchState::Asking);
+        let ForeignFetchState::Revoking(FetchSlot { slot, foreign, .. }, after) = state else {
             fetch.state = state;
             return;
         };

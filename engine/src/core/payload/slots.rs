@@ -38,6 +38,9 @@ struct ShareUse {
     slots: usize,
 }
 
+/// The part of a share that counts as nothing beside a slot that is longer than the share.
+const NEXT_TO_NOTHING: u64 = 16;
+
 /// Bytes in whole pages.
 fn whole(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE)
@@ -125,8 +128,11 @@ impl SlotTable {
         let most = self.share(stages);
         let is_served = |share: &PoolShare, bytes: u64| {
             let used = self.used.get(share).copied().unwrap_or_default();
-            // What is longer than a share has to fit as well.
-            let fits = bytes == 0 || used.bytes == 0 || used.bytes + whole(bytes) <= most.bytes;
+            // What is longer than a share has to fit as well, once the stage has next to nothing: its
+            // processes may keep some slots for small payloads.
+            let is_long = whole(bytes) > most.bytes;
+            let may_be_long = is_long && used.bytes <= most.bytes / NEXT_TO_NOTHING;
+            let fits = bytes == 0 || may_be_long || used.bytes + whole(bytes) <= most.bytes;
             fits && used.slots < most.slots || planted!("a-stage-may-fill-the-pool")
         };
         let heads = self.waiting.iter().filter_map(|(share, all)| Some((share, all.front()?)));

@@ -145,8 +145,8 @@ class Encoded:
         # Bytes of the whole.
         self.nbytes = end
         self.is_raw = form in (True, FOREIGN_RAW)
-        # Those of a raw payload alone; of another one the whole's.
-        self.payload_bytes = leaves[0][0] if self.is_raw else end
+        # Those of a raw payload, or a foreign one, alone; of another one the whole's.
+        self.payload_bytes = leaves[0][0] if form else end
         self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton
 
     def is_on_device(self) -> bool:

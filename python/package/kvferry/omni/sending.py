@@ -46,7 +46,7 @@ class Sender:
         if channel is None:
             return self._not_put(key, "host-gone", "the host is gone, and there is no other one yet")
         try:
-            encode = codec.encode_foreign if key.stream[1] in self.channels.settings.mori_stages else codec.encode
+            encode = codec.encode_foreign if self._is_foreign(key) else codec.encode
             return self._put(channel, key, encode(_plain(data)))
         except ConnectionError as error:
             self.channels.broke(channel, error)
@@ -55,6 +55,10 @@ class Sender:
             return self._not_put(key, "host-silent", str(error))
         except Exception as error:
             return self._not_put(key, "unencodable", f"{type(error).__name__}: {error}")
+
+    def _is_foreign(self, key: PayloadKey) -> bool:
+        """Whether the stage that gets it has vLLM-Omni's connector for MoRI."""
+        return key.stream[1] in self.channels.settings.mori_stages
 
     def _put(
         self, channel: Channel, key: PayloadKey, encoded: codec.Encoded
@@ -77,11 +81,12 @@ class Sender:
                 self._open[key.stream] = link.incarnation
                 self._given_up.pop(key.stream, None)
         self.counts.moved("puts", nbytes)
-        host, port = channel.address(at.address)
+        is_foreign = self._is_foreign(key)
+        host, port = at.address if is_foreign else channel.address(at.address)
         metadata = {
             "source_host": host,
             "source_port": port,
-            "data_size": nbytes,
+            "data_size": encoded.payload_bytes if is_foreign else nbytes,
             "is_fast_path": encoded.is_raw,
             settings.NAME: {"incarnation": link.incarnation, "client": link.client, "engine": link.engine},
         }

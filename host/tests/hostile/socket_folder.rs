@@ -5,7 +5,7 @@ use crate::program::ProgramFolder;
 use kvferry::sidecar::proto::ClientIdentity;
 use kvferry::sidecar::{SidecarClient, prepare_socket_folder};
 use std::fs::{self, Permissions};
-use std::io::Read;
+use std::io::{self, BufRead, BufReader, Read};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -176,13 +176,15 @@ fn a_stranger_cannot_speak_with_a_host() {
     let mut host = Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(["host", "--socket", &socket])
         .stdin(Stdio::null())
-        .stderr(Stdio::null())
+        .stderr(Stdio::piped())
         .spawn()
         .expect("the program starts");
-    while UnixStream::connect(&socket).is_err() {
-        assert!(host.try_wait().expect("it is a child").is_none(), "it ended");
-        std::thread::yield_now();
-    }
+    // Only then the socket has its rights.
+    let mut log = BufReader::new(host.stderr.take().expect("it is piped")).lines();
+    let begun = |line: &io::Result<String>| {
+        line.as_ref().is_ok_and(|line| line.contains("waiting for an engine"))
+    };
+    assert!(log.any(|line| begun(&line)), "it ended");
     assert_eq!(fs::metadata(&socket).expect("it is there").mode() & 0o777, 0o600);
     // By its rights alone it would be reached.
     set_mode(folder.path(""), 0o711);

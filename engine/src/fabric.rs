@@ -399,6 +399,20 @@ pub enum NextPoll {
     External,
 }
 
+impl NextPoll {
+    /// What two planes that are polled together wish.
+    pub fn sooner(self, other: NextPoll) -> NextPoll {
+        match (self, other) {
+            (NextPoll::Ready, _) | (_, NextPoll::Ready) => NextPoll::Ready,
+            (NextPoll::At(one), NextPoll::At(other)) => NextPoll::At(one.min(other)),
+            (NextPoll::At(at), NextPoll::External) | (NextPoll::External, NextPoll::At(at)) => {
+                NextPoll::At(at)
+            }
+            (NextPoll::External, NextPoll::External) => NextPoll::External,
+        }
+    }
+}
+
 /// Moves bytes between registered memory of this process and of peers.
 ///
 /// No order is promised between events of different operations, nor between data events and

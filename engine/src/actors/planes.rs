@@ -112,17 +112,6 @@ impl LocalPlanes {
     }
 }
 
-fn sooner(one: NextPoll, other: NextPoll) -> NextPoll {
-    match (one, other) {
-        (NextPoll::Ready, _) | (_, NextPoll::Ready) => NextPoll::Ready,
-        (NextPoll::At(one), NextPoll::At(other)) => NextPoll::At(one.min(other)),
-        (NextPoll::At(at), NextPoll::External) | (NextPoll::External, NextPoll::At(at)) => {
-            NextPoll::At(at)
-        }
-        (NextPoll::External, NextPoll::External) => NextPoll::External,
-    }
-}
-
 impl PlaneSet for LocalPlanes {
     fn control(&mut self, command: ControlCommand) -> Option<ControlEvent> {
         perform_control(self.control.as_mut()?.call(), command)
@@ -142,7 +131,7 @@ impl PlaneSet for LocalPlanes {
                 let rank = *rank;
                 out.extend(events.into_iter().map(|event| InstanceInput::Data { rank, event }));
             }
-            wake = sooner(wake, watched.wake);
+            wake = wake.sooner(watched.wake);
         }
         if let Some(watched) = &mut self.control {
             if watched.is_due(now) {
@@ -150,7 +139,7 @@ impl PlaneSet for LocalPlanes {
                 watched.wake = watched.plane.poll(now, &mut events);
                 out.extend(events.into_iter().map(InstanceInput::Control));
             }
-            wake = sooner(wake, watched.wake);
+            wake = wake.sooner(watched.wake);
         }
         wake
     }
@@ -191,7 +180,7 @@ mod tests {
             (late, NextPoll::External, late),
             (NextPoll::External, NextPoll::External, NextPoll::External),
         ] {
-            assert_eq!((sooner(one, other), sooner(other, one)), (both, both));
+            assert_eq!((one.sooner(other), other.sooner(one)), (both, both));
         }
     }
 }

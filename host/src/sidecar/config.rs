@@ -265,7 +265,7 @@ fn payload_hold_ms(text: &str) -> Result<u64, String> {
     number("payload_hold_ms", text)
 }
 
-fn pool_address(key: &str, text: &str) -> Result<PoolAddress, String> {
+pub(super) fn pool_address(key: &str, text: &str) -> Result<PoolAddress, String> {
     PoolAddress::parse(text)
         .ok_or_else(|| format!("{key} = {text:?}: it has to be HOST:PORT, with IPv6 in brackets"))
 }

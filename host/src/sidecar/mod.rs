@@ -56,10 +56,9 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
-use mori_stages::MoriStages;
 use pool_peers::PoolCores;
 use socket::{ListeningSocket, ServesClients};
-use stages::{MoriStarted, StageActor, StageConfig, StageGateway};
+use stages::{StageActor, StageConfig, StageGateway, StageParts};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -77,7 +76,8 @@ pub fn log_to_stderr() {
     }
 }
 
-/// Serves one engine until its connections end, SIGTERM or SIGINT.
+/// Serves one engine until its connections end, or the stages of pipelines until none has been there
+/// for long; or until SIGTERM or SIGINT.
 pub(crate) fn command(args: &HostArgs) -> Result<Exit, CommandError> {
     let config = args.resolve(std::env::vars_os()).map_err(CommandError::Input)?;
     let Some(socket) = &config.socket else {
@@ -146,22 +146,16 @@ fn stage_gateway(
             "payload_pool = {bytes}: {free} bytes of memory are available; give a smaller pool"
         ));
     }
-    let planes = mori.as_ref().map(|mori| mori.listen(&operator.fabric)).transpose()?;
+    let mori = mori.as_ref().map(|mori| mori.listen(&operator.fabric)).transpose()?;
     let pool = MemfdPool::shared(bytes, HugePages::Try);
     let pool = Arc::new(pool.map_err(|why| format!("payload_pool = {bytes}: {why}"))?);
     let incarnation = Incarnation::begin(incarnations::now_us(), None);
     let memory = (pool.descriptor().as_raw_fd(), pool.len());
     let cores = peers.as_ref().map(|at| PoolCores::new(at, incarnation, memory, operator));
     let payloads = PayloadConfig { pool: pool.len(), hold, ..PayloadConfig::default() };
-    let config = StageConfig { payloads, incarnation, idle, mori: mori.clone() };
-    let parts = (config, pool.clone(), cores.transpose()?);
-    let (gateway, metrics) = StageGateway::start(clock.clone(), parts, over);
-    if let (Some(mori), Some(planes)) = (mori, planes) {
-        let address = gateway.address();
-        let served = MoriStages::start(clock, (planes, pool), (mori, metrics), address.clone());
-        address.do_send(MoriStarted(served));
-    }
-    Ok(gateway)
+    let config = StageConfig { payloads, incarnation, idle };
+    let parts = StageParts { pool, cores: cores.transpose()?, mori };
+    Ok(StageGateway::start(clock, (config, parts), over))
 }
 
 /// `kv_transfer_params` that tell the router why KV did not come or was not handed over, in JSON.

@@ -1,8 +1,9 @@
 //! What a host is told of stages whose connector is vLLM-Omni's `MoriTransferEngineConnector`.
 
-use super::config::filled;
+use super::config::{filled, pool_address};
+use super::pool_peers::PoolAddress;
 use clap::Args;
-use kvferry_engine::fabric::{bracketed, unbracketed};
+use kvferry_engine::fabric::bracketed;
 use kvferry_trust::are_loopback;
 use std::net::ToSocketAddrs;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ pub(super) struct MoriGiven {
     /// Where stages of vLLM-Omni 0.30.0 whose connector is the one for MoRI pull payloads; theirs are
     /// pulled then, too. Port 0 takes a free one, which is logged; nowhere if not given. They prove nothing
     #[arg(long, value_name = "HOST:PORT", value_parser = payload_mori_listen)]
-    payload_mori_listen: Option<MoriListen>,
+    payload_mori_listen: Option<PoolAddress>,
     /// The deployment of those stages, as `deployment` of the connectors here
     #[arg(long, value_name = "NAME", value_parser = payload_mori_deployment)]
     payload_mori_deployment: Option<String>,
@@ -23,15 +24,11 @@ pub(super) struct MoriGiven {
     payload_mori_backend: Option<StageFabric>,
 }
 
-/// Host and port.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct MoriListen(String, u16);
-
 /// Where stages with a connector of MoRI are served, and which.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct MoriStageSettings {
-    /// Host and port; port 0 is a free one.
-    pub(crate) listen: (String, u16),
+    /// Port 0 is a free one.
+    pub(crate) listen: PoolAddress,
     pub(crate) deployment: Arc<str>,
     /// What moves the bytes.
     pub(crate) fabric: StageFabric,
@@ -47,12 +44,8 @@ pub(crate) enum StageFabric {
     MoriRdma,
 }
 
-fn payload_mori_listen(text: &str) -> Result<MoriListen, String> {
-    let place = text.rsplit_once(':').and_then(|(host, port)| {
-        let port = port.parse().ok().filter(|_| !host.is_empty())?;
-        Some(MoriListen(unbracketed(host).into(), port))
-    });
-    place.ok_or_else(|| format!("payload_mori_listen = {text:?}: it has to be HOST:PORT"))
+fn payload_mori_listen(text: &str) -> Result<PoolAddress, String> {
+    pool_address("payload_mori_listen", text)
 }
 
 fn payload_mori_deployment(text: &str) -> Result<String, String> {
@@ -93,7 +86,7 @@ impl MoriGiven {
     /// What they need beside, or what says nothing without them.
     pub(super) fn settings(&self, has_pool: bool) -> Result<Option<MoriStageSettings>, String> {
         let (deployment, fabric) = (&self.payload_mori_deployment, self.payload_mori_backend);
-        let Some(MoriListen(host, port)) = &self.payload_mori_listen else {
+        let Some(listen) = &self.payload_mori_listen else {
             let given = [
                 ("payload_mori_deployment", deployment.is_some()),
                 ("payload_mori_backend", fabric.is_some()),
@@ -112,7 +105,7 @@ impl MoriGiven {
             needs("payload_mori_deployment", what)
         })?;
         Ok(Some(MoriStageSettings {
-            listen: (host.clone(), *port),
+            listen: listen.clone(),
             deployment: deployment.into(),
             fabric: fabric.unwrap_or_default(),
         }))
@@ -125,9 +118,9 @@ impl MoriStageSettings {
     /// # Errors
     /// They do, and it was not said.
     pub(super) fn check_trust(&self, is_insecure: bool) -> Result<(), String> {
-        let (host, port) = &self.listen;
+        let PoolAddress { host, port } = &self.listen;
         let said = |why: &str| format!("payload_mori_listen = {}:{port}: {why}", bracketed(host));
-        let found = (unbracketed(host), *port).to_socket_addrs();
+        let found = (host.as_str(), *port).to_socket_addrs();
         let found = found.map_err(|why| {
             said(&format!("no address of that name: {why}; give one of this machine"))
         })?;
@@ -161,7 +154,7 @@ mod tests {
     #[test]
     fn it_listens_where_others_reach_it_on_purpose_only() {
         let settings = |host: &str| MoriStageSettings {
-            listen: (host.into(), 50_051),
+            listen: PoolAddress { host: host.into(), port: 50_051 },
             deployment: "a".into(),
             fabric: StageFabric::Host,
         };
@@ -188,7 +181,7 @@ mod tests {
         assert_eq!(given(&[]).settings(true), Ok(None));
         let settings = given(&[listen, deployment]).settings(true).expect("valid");
         let settings = settings.expect("they are served");
-        assert_eq!(settings.listen, ("::1".into(), 0));
+        assert_eq!(settings.listen, PoolAddress { host: "::1".into(), port: 0 });
         for (keys, has_pool, why) in [
             (vec![deployment], true, "says nothing without payload_mori_listen"),
             (vec![listen, deployment], false, "needs payload_pool"),

@@ -2,6 +2,7 @@
 //! which they are reached, and what their payloads look like in the pool.
 
 use super::mori_settings::{MoriStageSettings, StageFabric};
+use super::pool_peers::PoolAddress;
 use super::stages::{MoriHook, StageActor};
 use crate::instance::{PlaneConfig, remedy};
 use actix::Addr;
@@ -16,7 +17,6 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::effects::{perform_control, perform_data};
 use kvferry_engine::fabric::{
     ControlPlane, DataPlane, LinkKind, Memory, NextPoll, OwnMemory, Refused, RegionId, bracketed,
-    unbracketed,
 };
 use kvferry_fabric_host::{HostConfig, MemfdPool};
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
@@ -84,10 +84,11 @@ pub(super) struct MoriStages {
     metrics: MoriStageMetrics,
 }
 
-/// Planes that listen.
+/// Planes that listen, and whose payloads go there.
 pub(super) struct MoriStagePlanes {
     control: ZmqPlane,
     data: Box<dyn DataPlane>,
+    pub(super) deployment: Arc<str>,
 }
 
 impl MoriStageSettings {
@@ -97,7 +98,7 @@ impl MoriStageSettings {
     /// What cannot be had, and what to do.
     pub(super) fn listen(&self, fabric: &HostConfig) -> Result<MoriStagePlanes, String> {
         self.check_trust(fabric.trust.insecure_network)?;
-        let (host, port) = &self.listen;
+        let PoolAddress { host, port } = &self.listen;
         let ports = [(LinkKind::Handshake, *port)].into_iter().filter(|(_, port)| *port != 0);
         let bound = bracketed(host).into_owned();
         let config = WireConfig { host: bound, ports: ports.collect(), ..WireConfig::default() };
@@ -119,14 +120,14 @@ impl MoriStageSettings {
         let backend = plane.backend();
         let key = format!("kvferry-omni-{}-{}", std::process::id(), at.0);
         // Such peers have no hello in which a key could be agreed on.
-        let data = plane.start_as(key, unbracketed(host), true)?.plane;
+        let data = plane.start_as(key, host, true)?.plane;
         tracing::info!(
             listen = &*at.0,
             deployment = &*self.deployment,
             backend,
             "payloads for connectors of MoRI"
         );
-        Ok(MoriStagePlanes { control, data })
+        Ok(MoriStagePlanes { control, data, deployment: self.deployment.clone() })
     }
 }
 
@@ -134,12 +135,11 @@ impl MoriStages {
     pub(super) fn start(
         clock: Clock,
         (planes, pool): (MoriStagePlanes, Arc<MemfdPool>),
-        (settings, metrics): (&MoriStageSettings, MoriStageMetrics),
-        stages: Addr<StageActor>,
+        (stages, metrics): (Addr<StageActor>, MoriStageMetrics),
     ) -> Addr<MoriStageActor> {
-        let MoriStagePlanes { control, data } = planes;
+        let MoriStagePlanes { control, data, deployment } = planes;
         let config = OmniMoriConfig {
-            deployment: settings.deployment.clone(),
+            deployment,
             address: data.address(),
             caps: data.caps(),
             pool: pool.len(),
@@ -199,17 +199,10 @@ impl PlaneAdapter for MoriStages {
 
     fn poll(&mut self, now: Nanos, out: &mut InputQueue<OmniMori>) -> NextPoll {
         let (mut said, mut moved) = (Vec::new(), Vec::new());
-        let wake = [self.control.poll(now, &mut said), self.data.poll(now, &mut moved)];
+        let wake = self.control.poll(now, &mut said).sooner(self.data.poll(now, &mut moved));
         out.extend(said.into_iter().map(OmniMoriInput::Control));
         out.extend(moved.into_iter().map(OmniMoriInput::Data));
-        match wake {
-            [NextPoll::Ready, _] | [_, NextPoll::Ready] => NextPoll::Ready,
-            [NextPoll::At(one), NextPoll::At(other)] => NextPoll::At(one.min(other)),
-            [NextPoll::At(at), NextPoll::External] | [NextPoll::External, NextPoll::At(at)] => {
-                NextPoll::At(at)
-            }
-            [NextPoll::External, NextPoll::External] => NextPoll::External,
-        }
+        wake
     }
 
     fn perform(&mut self, _: &OmniMori, effect: OmniMoriEffect, out: &mut InputQueue<OmniMori>) {

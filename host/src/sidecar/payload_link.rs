@@ -108,14 +108,14 @@ struct LinkState {
     /// A thread sleeps until the host says something.
     is_listening: bool,
     inbox: Vec<FromHost>,
-    pool: Option<(PoolOffer, u64)>,
+    pool: Option<PoolOffer>,
     /// Why nothing comes any more; refused by the host, or gone.
     end: Option<(ErrorKind, String)>,
     next_ticket: u64,
     /// Slots that were asked for, and what came of it.
     tickets: BTreeMap<u64, Option<Result<ReservedSlot, PayloadFailure>>>,
     spares: Vec<ReservedSlot>,
-    /// Tickets of spare slots, below [`LinkState::spares_wanted`] with those that are there.
+    /// Tickets of spare slots that have not come.
     spares_asked: Vec<u64>,
     wants: HashMap<PayloadKey, Option<PayloadOutcome>>,
     /// How often a key was abandoned and the host has not said so.
@@ -192,9 +192,7 @@ impl LinkState {
         let Some(file) = file else {
             return self.lose(&io::Error::other("it gave no memory with its pool"));
         };
-        let offer = offer(file);
-        let spares = (offer.bytes / 1_024 / SPARE_BYTES).min(SPARES_MAX);
-        self.pool = Some((offer, spares));
+        self.pool = Some(offer(file));
         let hooks = self.ask_spares();
         // One that is gone is noticed by the next who wants something.
         let _ = self.send(&hooks);
@@ -202,7 +200,8 @@ impl LinkState {
 
     /// Has as many spare slots as there are to be.
     fn ask_spares(&mut self) -> Vec<ToHost> {
-        let wanted = self.pool.as_ref().map_or(0, |(_, spares)| *spares as usize);
+        let bytes = self.pool.as_ref().map_or(0, |pool| pool.bytes);
+        let wanted = (bytes / 1_024 / SPARE_BYTES).min(SPARES_MAX) as usize;
         let mut hooks = Vec::new();
         while self.spares.len() + self.spares_asked.len() < wanted {
             let ticket = self.ticket();
@@ -353,8 +352,8 @@ impl PayloadLink {
     /// (`ConnectionRefused`).
     pub fn wait_ready(&self, patience: Duration) -> io::Result<PoolOffer> {
         let found = |state: &mut LinkState| {
-            let (pool, _) = state.pool.as_ref()?;
-            let &PoolOffer { client, bytes, ref engine, incarnation, ref file } = pool;
+            let &PoolOffer { client, bytes, ref engine, incarnation, ref file } =
+                state.pool.as_ref()?;
             let engine = engine.clone();
             Some(file.try_clone().map(|file| PoolOffer {
                 client,

@@ -20,7 +20,7 @@ use kvferry_engine::core::message::{DecodeAnswer, Mode, PrefillAnswer, Role};
 use kvferry_engine::core::payload::{
     DirectoryNews, PayloadEffect, PayloadHost, PayloadInput, pool_geometry, pool_layout,
 };
-use kvferry_engine::fabric::{Endpoint, Memory};
+use kvferry_engine::fabric::{Endpoint, Memory, unbracketed};
 use std::collections::BTreeMap;
 
 /// Where a host is reached by others.
@@ -34,9 +34,8 @@ impl PoolAddress {
     /// Of HOST:PORT, with the host in brackets where it is an address of IPv6.
     pub(crate) fn parse(text: &str) -> Option<PoolAddress> {
         let (host, port) = text.rsplit_once(':')?;
-        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-        Some(PoolAddress { host: host.into(), port: port.parse().ok()? })
-            .filter(|address| !address.host.is_empty())
+        let (host, port) = (unbracketed(host), port.parse().ok()?);
+        (!host.is_empty()).then(|| PoolAddress { host: host.into(), port })
     }
 
     /// What it is called by those who look for it.

@@ -2,8 +2,7 @@
 
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage, DrainSidecar, IdleCheck};
 use super::metrics::Scrape;
-use super::mori_settings::MoriStageSettings;
-use super::mori_stages::{MORI_CLIENT, MoriStageActor, MoriStageMetrics, input_of};
+use super::mori_stages::{MORI_CLIENT, MoriStageActor, MoriStagePlanes, MoriStages, input_of};
 use super::pool_peers::{PoolAddress, PoolCores, PoolPeers};
 use super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
 use super::socket::ServesClients;
@@ -44,19 +43,21 @@ pub(super) struct StageConfig {
     pub(super) incarnation: Incarnation,
     /// It ends when no process has been there for so long; if none is given, when it is told to.
     pub(super) idle: Option<Duration>,
-    /// Stages whose connector is vLLM-Omni's for MoRI, if they are served.
-    pub(super) mori: Option<MoriStageSettings>,
+}
+
+/// What a host of payloads is made of.
+pub(super) struct StageParts {
+    pub(super) pool: Arc<MemfdPool>,
+    /// The way to other hosts, if there is one.
+    pub(super) cores: Option<PoolCores>,
+    /// The way to stages whose connector is vLLM-Omni's for MoRI, if they are served.
+    pub(super) mori: Option<MoriStagePlanes>,
 }
 
 /// Such stages tell, by way of their actor, as a client of the payload core.
 #[derive(Message)]
 #[rtype(result = "()")]
 pub(super) struct MoriHook(pub(super) PayloadHook);
-
-/// They are served from now on.
-#[derive(Message)]
-#[rtype(result = "()")]
-pub(super) struct MoriStarted(pub(super) Addr<MoriStageActor>);
 
 pub(super) struct StageGateway {
     config: StageConfig,
@@ -65,7 +66,8 @@ pub(super) struct StageGateway {
     engine: Option<EngineId>,
     /// The way to other hosts, if there is one.
     peers: Option<PoolPeers>,
-    mori: Option<Addr<MoriStageActor>>,
+    /// Stages with a connector of MoRI, and their deployment.
+    mori: Option<(Addr<MoriStageActor>, Arc<str>)>,
     /// Processes of the deployment that has such stages.
     of_mori: BTreeSet<PayloadClient>,
     /// What is pulled from such stages, and for whom.
@@ -80,13 +82,12 @@ pub(super) struct StageGateway {
 }
 
 impl StageGateway {
-    /// # Errors
-    /// Why there is no pool of this size.
     pub(super) fn start(
         clock: Clock,
-        (config, pool, cores): (StageConfig, Arc<MemfdPool>, Option<PoolCores>),
+        (config, parts): (StageConfig, StageParts),
         over: oneshot::Sender<()>,
-    ) -> (MailboxSender<StageActor>, MoriStageMetrics) {
+    ) -> MailboxSender<StageActor> {
+        let StageParts { pool, cores, mori } = parts;
         let payloads = config.payloads.clone();
         let engine = cores.as_ref().map(|cores| cores.engine.clone());
         let machine = match &engine {
@@ -95,16 +96,19 @@ impl StageGateway {
         };
         let counted = cores.as_ref().map(|cores| (cores.counters.clone(), cores.trust));
         let metrics = StageMetrics::new(pool.len(), counted);
-        let (of_mori, idle) = (metrics.mori.clone(), config.idle);
-        let timing = clock.clone();
+        let (idle, timing) = (config.idle, clock.clone());
         let adapter = |own: Addr<StageActor>| {
             let peers = cores.map(|cores| cores.start(&own, &timing));
+            let mori = mori.map(|planes| {
+                let (deployment, told) = (planes.deployment.clone(), (own, metrics.mori.clone()));
+                (MoriStages::start(timing, (planes, pool.clone()), told), deployment)
+            });
             StageGateway {
                 config,
                 pool,
                 engine,
                 peers,
-                mori: None,
+                mori,
                 of_mori: BTreeSet::new(),
                 fetches: BTreeMap::new(),
                 clients: BTreeMap::new(),
@@ -117,7 +121,7 @@ impl StageGateway {
         if idle.is_some() {
             actor.do_send(ClientLeft(0));
         }
-        (MailboxSender::new(actor, MAILBOX), of_mori)
+        MailboxSender::new(actor, MAILBOX)
     }
 
     /// Takes up a process of a stage.
@@ -146,7 +150,7 @@ impl StageGateway {
                 };
                 // One that is gone already leaves next.
                 let _ = out.try_send(pool);
-                if self.config.mori.as_ref().is_some_and(|mori| mori.deployment == deployment) {
+                if self.mori.as_ref().is_some_and(|(_, served)| *served == deployment) {
                     self.of_mori.insert(client);
                 }
                 self.clients.insert(client, Some(out));
@@ -207,17 +211,17 @@ impl StageGateway {
         (key, sender): (PayloadKey, Endpoint),
         inputs: &mut InputQueue<PayloadCore>,
     ) {
-        let why = match (&self.mori, &self.config.mori) {
-            (Some(mori), _) if self.of_mori.contains(&client) => {
+        let why = match &self.mori {
+            Some((mori, _)) if self.of_mori.contains(&client) => {
                 let hook = self.want_here(key.clone());
                 inputs.push_back(PayloadInput::Hook { client, hook });
                 self.fetches.entry(key.clone()).or_default().insert(client);
                 return mori.do_send(Input(OmniMoriInput::Fetch { key, sender }));
             }
-            (_, Some(settings)) => {
-                format!("this host serves MoRI stages of deployment {}", settings.deployment)
+            Some((_, deployment)) => {
+                format!("this host serves MoRI stages of deployment {deployment}")
             }
-            _ => "this host serves no MoRI stages: give it payload_mori_listen".into(),
+            None => "this host serves no MoRI stages: give it payload_mori_listen".into(),
         };
         let failure = PayloadFailure::GivenUp(why.into());
         self.tell(client, PayloadAnswer::Missing { key, failure });
@@ -229,7 +233,7 @@ impl StageGateway {
         waiting.remove(&client);
         if waiting.is_empty() {
             self.fetches.remove(key);
-            if let Some(mori) = &self.mori {
+            if let Some((mori, _)) = &self.mori {
                 mori.do_send(Input(OmniMoriInput::Stop { key: key.clone() }));
             }
         }
@@ -292,7 +296,7 @@ impl PlaneAdapter for StageGateway {
         };
         match effect {
             Some(PayloadEffect::Answer { client: MORI_CLIENT, answer }) => {
-                if let Some(mori) = &self.mori {
+                if let Some((mori, _)) = &self.mori {
                     mori.do_send(input_of(&self.pool, answer));
                 }
             }
@@ -351,14 +355,6 @@ impl Handler<ClientJoined> for StageActor {
             // It is dropped with the sender.
             let _ = out.try_send(FromHost::Refused { why });
         }
-    }
-}
-
-impl Handler<MoriStarted> for StageActor {
-    type Result = ();
-
-    fn handle(&mut self, MoriStarted(mori): MoriStarted, context: &mut Context<Self>) {
-        self.with_adapter(context, |gateway, _| gateway.mori = Some(mori));
     }
 }
 

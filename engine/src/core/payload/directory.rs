@@ -4,6 +4,7 @@
 //! if the stream is known to be its own, or if nobody else has begun that stream.
 
 use super::exchange::{PayloadReceiver, WantSource};
+use super::fetch::FETCHES_MAX;
 use super::io::{PayloadEffect, PayloadFailure, PayloadHost};
 use super::note::{DirectoryCall, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use super::slots::ScopedStage;
@@ -416,7 +417,7 @@ impl PayloadCore {
     ) {
         if let Some(ask) = self.asks.get_mut(place) {
             ask.failed = if failure.is_some() { ask.failed + 1 } else { 0 };
-            if let Some(failure) = failure.filter(|_| PayloadCore::fetches_failed(ask.failed)) {
+            if let Some(failure) = failure.filter(|_| ask.failed >= FETCHES_MAX) {
                 ask.failed = 0;
                 let failure = PayloadFailure::NotMoved(failure.to_string().into());
                 return self.fail_clients(place, &failure, turn);
@@ -510,8 +511,7 @@ impl PayloadCore {
         if told.is_some() {
             return told.cloned();
         }
-        let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
-        let is_here = self.stages.contains_key(&ScopedStage { deployment, stage });
+        let is_here = self.stages.contains_key(&ScopedStage::that_puts(place));
         let open = |state: &AskState| {
             matches!(state, AskState::Unasked | AskState::Asked | AskState::Full)
         };

@@ -14,7 +14,7 @@ use crate::core::message::{DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mo
 use crate::core::time::Nanos;
 
 /// Times in a row that the bytes of a payload fail to come, before those who wait are told.
-const FETCHES_MAX: u32 = 3;
+pub(super) const FETCHES_MAX: u32 = 3;
 
 /// How long a host that has no room keeps a payload which others may have room for.
 const ROOM_WAIT: Nanos = Nanos::from_secs(1);
@@ -43,9 +43,8 @@ pub(super) struct PayloadFetch {
 }
 
 fn share_of(place: &ScopedKey) -> PoolShare {
-    let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
     let is_fetched = !planted!("what-comes-has-the-share-of-what-is-put");
-    PoolShare { stage: ScopedStage { deployment, stage }, is_fetched }
+    PoolShare { stage: ScopedStage::that_puts(place), is_fetched }
 }
 
 fn request_of(fetch: u64) -> RequestId {
@@ -267,10 +266,5 @@ impl PayloadCore {
             None => self.hold_more(&place, turn),
             Some(slot) => self.hold(place, slot, (1, Some(origin)), turn),
         }
-    }
-
-    /// How often the bytes of one payload may fail to come.
-    pub(super) fn fetches_failed(failed: u32) -> bool {
-        failed >= FETCHES_MAX
     }
 }

@@ -1,6 +1,7 @@
 //! Who owns which range of the pool, and who waits for one.
 
 use super::io::{PayloadClient, PayloadFailure, SlotId};
+use super::note::ScopedKey;
 use super::pool::{PAGE, PayloadPool, PoolRange};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -10,6 +11,14 @@ use std::sync::Arc;
 pub(super) struct ScopedStage {
     pub(super) deployment: Arc<str>,
     pub(super) stage: Arc<str>,
+}
+
+impl ScopedStage {
+    /// The one whose processes put a payload.
+    pub(super) fn that_puts(place: &ScopedKey) -> ScopedStage {
+        let stage = place.key.stream.from.clone();
+        ScopedStage { deployment: place.deployment.clone(), stage }
+    }
 }
 
 /// Those who have a share of the pool together.

@@ -324,8 +324,7 @@ impl PayloadCore {
         let is_put = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_none());
         let waits = self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place));
         if waits && !is_put && self.producers.get(&place.stream()).is_none() {
-            let (deployment, stage) = (place.deployment.clone(), place.key.stream.from.clone());
-            let has_stage = self.stages.contains_key(&ScopedStage { deployment, stage });
+            let has_stage = self.stages.contains_key(&ScopedStage::that_puts(&place));
             self.tell_receiver(host, PayloadNote::Absent { place, has_stage }, turn);
         }
     }

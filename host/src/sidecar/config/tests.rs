@@ -123,10 +123,9 @@ fn value(config: &SidecarConfig, key: &str) -> String {
             Some(hosts.iter().map(shown).collect::<Vec<_>>().join(","))
         }),
         "idle_s" => of_payloads(config, |payloads| Some(payloads.idle?.as_secs())),
-        "payload_mori_listen" => of_payloads(config, |payloads| {
-            let MoriStageSettings { listen: (host, port), .. } = payloads.mori.as_ref()?;
-            Some(format!("{host}:{port}"))
-        }),
+        "payload_mori_listen" => {
+            of_payloads(config, |payloads| Some(shown(&payloads.mori.as_ref()?.listen)))
+        }
         "payload_mori_deployment" => {
             of_payloads(config, |payloads| Some(payloads.mori.as_ref()?.deployment.clone()))
         }

@@ -27,8 +27,12 @@ from vllm_omni.distributed.omni_connectors.utils import serialization
 MAGIC = b"KVFP"
 VERSION = 1
 
-# Magic, version, form (raw or not: 1 or 0, or one of the next two), bytes of the skeleton, bytes of the whole.
+# Magic, version, form (one of the next four), bytes of the skeleton, bytes of the whole.
 PREAMBLE = struct.Struct("<4sHHI4xQ")
+
+# Forms of a payload: an object as a skeleton with leaves, or one leaf alone.
+OBJECT = 0
+RAW = 1
 
 # Forms of what MoriTransferEngineConnector of vLLM-Omni 0.30.0 puts or gets, for stages that have it: its bytes at ALIGNMENT,
 # without a skeleton; serialized by OmniSerializer, or as they are (its fast path).
@@ -144,7 +148,7 @@ class Encoded:
             end = offset + nbytes
         # Bytes of the whole.
         self.nbytes = end
-        self.is_raw = form in (True, FOREIGN_RAW)
+        self.is_raw = form in (RAW, FOREIGN_RAW)
         # Those of a raw payload, or a foreign one, alone; of another one the whole's.
         self.payload_bytes = leaves[0][0] if form else end
         self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton
@@ -267,14 +271,14 @@ def encode(obj: Any) -> Encoded:
     encoder = _Encoder()
     leaf = encoder.raw(obj)
     if leaf is not None:
-        return Encoded(True, leaf, encoder.leaves)
+        return Encoded(RAW, leaf, encoder.leaves)
     skeleton = encoder.encode(obj)
     if len(skeleton) > ASIDE_AFTER:
         aside = _without_bytes(obj)
         if aside is not obj:
             encoder = _Encoder()
             skeleton = encoder.encode(aside)
-    return Encoded(False, skeleton, encoder.leaves)
+    return Encoded(OBJECT, skeleton, encoder.leaves)
 
 
 def encode_foreign(obj: Any) -> Encoded:
@@ -523,5 +527,5 @@ def _of_mori(form: int, whole: _Whole, nbytes: int) -> tuple[int, int, bytes]:
     """What another stage put, as if one of ours had: its raw payloads, of which nothing else is known, as a tensor of
     uint8. Where buffers begin is where there are none any more, or the only one."""
     if form == FOREIGN_RAW:
-        return True, PREAMBLE.size, _leaf(b"T", b"uint8", (nbytes - ALIGNMENT,))
-    return False, nbytes, whole[ALIGNMENT:nbytes].tobytes()
+        return RAW, PREAMBLE.size, _leaf(b"T", b"uint8", (nbytes - ALIGNMENT,))
+    return OBJECT, nbytes, whole[ALIGNMENT:nbytes].tobytes()

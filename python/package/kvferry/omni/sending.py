@@ -46,8 +46,10 @@ class Sender:
         if channel is None:
             return self._not_put(key, "host-gone", "the host is gone, and there is no other one yet")
         try:
-            encode = codec.encode_foreign if self._is_foreign(key) else codec.encode
-            return self._put(channel, key, encode(_plain(data)))
+            # Whether the stage that gets it has vLLM-Omni's connector for MoRI.
+            is_foreign = key.stream[1] in self.channels.settings.mori_stages
+            encode = codec.encode_foreign if is_foreign else codec.encode
+            return self._put(channel, key, encode(_plain(data)), is_foreign)
         except ConnectionError as error:
             self.channels.broke(channel, error)
             return self._not_put(key, "host-gone", str(error))
@@ -56,12 +58,8 @@ class Sender:
         except Exception as error:
             return self._not_put(key, "unencodable", f"{type(error).__name__}: {error}")
 
-    def _is_foreign(self, key: PayloadKey) -> bool:
-        """Whether the stage that gets it has vLLM-Omni's connector for MoRI."""
-        return key.stream[1] in self.channels.settings.mori_stages
-
     def _put(
-        self, channel: Channel, key: PayloadKey, encoded: codec.Encoded
+        self, channel: Channel, key: PayloadKey, encoded: codec.Encoded, is_foreign: bool
     ) -> tuple[bool, int, dict[str, Any] | None]:
         nbytes, link, at = encoded.nbytes, channel.link, self.channels.settings
         slot, *place = link.reserve(nbytes, at.put_wait_s)
@@ -81,7 +79,6 @@ class Sender:
                 self._open[key.stream] = link.incarnation
                 self._given_up.pop(key.stream, None)
         self.counts.moved("puts", nbytes)
-        is_foreign = self._is_foreign(key)
         host, port = at.address if is_foreign else channel.address(at.address)
         metadata = {
             "source_host": host,

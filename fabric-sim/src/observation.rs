@@ -11,6 +11,7 @@ use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
+use kvferry_engine::core::payload::PayloadFailure;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
 use kvferry_engine::fabric::{
     Completion, Direction, OpId, Placement, QuiesceTicket, Refused, SessionId,
@@ -119,6 +120,8 @@ pub enum InstanceMachine {
     /// Transfer actor of a rank.
     Transfer(u16),
     Engine,
+    /// Payloads of a host, with its prefill core.
+    Payload,
 }
 
 impl fmt::Display for InstanceMachine {
@@ -127,8 +130,58 @@ impl fmt::Display for InstanceMachine {
             InstanceMachine::Core => f.write_str("core"),
             InstanceMachine::Transfer(rank) => write!(f, "transfer actor {rank}"),
             InstanceMachine::Engine => f.write_str("engine"),
+            InstanceMachine::Payload => f.write_str("payload core"),
         }
     }
+}
+
+/// How the producer of a stream ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ProducerEnd {
+    /// It said that there are no more chunks.
+    Ended,
+    /// It said that the rest does not come.
+    GaveUp,
+    CleanedUp,
+    /// Its process was gone without a word.
+    Left,
+    /// There was no room for a chunk, which it said as if it gave up.
+    NoRoom(PayloadFailure),
+    /// Its host was gone or never answers.
+    HostGone,
+}
+
+/// How a receiver of a stream ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReceiverOutcome {
+    /// It was told that the stream has ended.
+    Finished,
+    /// It was told that a chunk does not come.
+    Missing(PayloadFailure),
+    /// It went away, or was told to.
+    Departed,
+    /// Its host was gone or never answers.
+    HostGone,
+}
+
+/// What happens to the payloads of stages. Streams count from 0 by the workload, those of the world's
+/// own follow; receivers count within a stream.
+#[derive(Clone, Copy, Debug)]
+pub enum PayloadSight<'a> {
+    /// A payload core says that somebody broke a rule, or a stage was told what it did not ask.
+    Misuse { rule: &'a str },
+    /// The producer of a stream begins.
+    Begins { stream: u32 },
+    /// The producer of a stream is done, with so many chunks put.
+    Produced { stream: u32, put: u32, how: &'a ProducerEnd },
+    /// A receiver asks for a chunk, and may name the host that has it.
+    Asked { stream: u32, receiver: u16, chunk: u32, is_named: bool },
+    /// A receiver begins or ends to read a chunk. `wrong`: in what it is not what was put.
+    Got { stream: u32, receiver: u16, chunk: u32, wrong: Option<&'a str> },
+    /// A receiver waits for what nobody puts, and was not told so in time.
+    Overdue { stream: u32, receiver: u16, chunk: u32 },
+    /// A receiver is done, the next chunk being this.
+    Ended { stream: u32, receiver: u16, chunk: u32, outcome: &'a ReceiverOutcome },
 }
 
 /// One thing that happened.
@@ -302,6 +355,12 @@ pub enum Observation<'a> {
         /// What it heard in this incarnation, deadlines apart.
         heard: u64,
     },
+    /// Stages put and get payloads at a host.
+    Payload {
+        /// Its prefill core.
+        host: SimProcessId,
+        sight: PayloadSight<'a>,
+    },
     /// A fault hit something.
     Faulted {
         kind: FaultKind,
@@ -350,5 +409,5 @@ kinds! {
     Started Crashed Panicked Asked Probed ClientGone Answered Dispatched LegTaken Leg LegClosed
     PrefillHook PrefillAnswer DecodeHook DecodeAnswer Job Report Taken Freed Used EngineFault
     Stepped Submitted Refused Landed Completed Quiesced Quiet Fenced Void FrameSent FrameArrived
-    Stray Dialled Pool Gauges Woken Faulted Settled Healed
+    Stray Dialled Pool Gauges Woken Payload Faulted Settled Healed
 }

@@ -2,6 +2,8 @@
 
 use crate::run::{InstanceSettings, MemoryLayout, ModelGeometry};
 use kvferry_engine::core::layout::{Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout};
+use kvferry_engine::core::payload::pool::PAGE;
+use kvferry_engine::core::payload::{pool_geometry, pool_layout};
 
 /// The KV memory of a rank, equal on all ranks of an engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,8 +19,11 @@ pub const fn tensor_blocks(instance: &InstanceSettings) -> u32 {
     instance.blocks + 1
 }
 
-/// What an instance serving the model tells its peers about its KV cache.
+/// What an instance serving the model, or the core of a host, tells its peers about its KV cache.
 pub fn geometry(model: &ModelGeometry, instance: &InstanceSettings) -> Geometry {
+    if instance.is_pool {
+        return pool_geometry();
+    }
     let group = |group: &crate::run::ModelGroup| KvGroup {
         kind: group.kind,
         block_tokens: instance.block_tokens,
@@ -38,6 +43,10 @@ pub fn geometry(model: &ModelGeometry, instance: &InstanceSettings) -> Geometry 
 /// Where the KV of each rank lies. Tensors follow one another in one region, so that one operation
 /// can move several layers; with [`MemoryLayout::Layer`] each group has a region.
 pub fn rank_memory(model: &ModelGeometry, instance: &InstanceSettings) -> RankMemory {
+    if instance.is_pool {
+        let bytes = u64::from(instance.blocks) * PAGE;
+        return RankMemory { regions: vec![bytes], layers: vec![pool_layout(bytes)] };
+    }
     let blocks = tensor_blocks(instance);
     let mut regions = Vec::new();
     let mut layers = vec![None; usize::from(model.layers)];
@@ -150,6 +159,7 @@ mod tests {
             host: "i".into(),
             node: "n".into(),
             role: Role::Prefill,
+            is_pool: false,
             tp,
             dp_rank: 0,
             dp_size: 1,

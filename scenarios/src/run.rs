@@ -8,6 +8,10 @@
 //! # Ok::<(), kvferry_scenarios::ScenarioError>(())
 //! ```
 
+mod payloads;
+
+pub use payloads::*;
+
 use crate::cost::StepCost;
 use crate::lists::{FaultKind, InvariantId};
 use kvferry_engine::core::Nanos;
@@ -34,8 +38,11 @@ pub struct Run {
     pub seed: u64,
     /// The model that all instances serve.
     pub model: ModelGeometry,
-    /// Engine cores, prefill before decode, in file order; one per DP rank.
+    pub served: Served,
+    /// Engine cores, prefill before decode, in file order; one per DP rank. Or the cores of the hosts.
     pub instances: Vec<InstanceSettings>,
+    /// Hosts with pools; none where requests are served.
+    pub hosts: Vec<HostSettings>,
     pub network: NetworkSettings,
     pub router: RouterSettings,
     /// The stand-in serving engines.
@@ -48,6 +55,8 @@ pub struct Run {
     pub prefix_tokens: u32,
     /// Client requests by arrival.
     pub requests: Vec<WorkloadRequest>,
+    /// What stages put and get, by the tables of the file.
+    pub streams: Vec<WorkloadStream>,
     /// Faults that the simulator injects.
     pub faults: Vec<InjectedFault>,
     /// Faults that drawing has already worked into pools, settings and requests.
@@ -119,6 +128,8 @@ pub struct InstanceSettings {
     /// Machine it stands on; instances of one node use the link inside the node.
     pub node: String,
     pub role: Role,
+    /// It is a core of a host, and its KV is the pool.
+    pub is_pool: bool,
     pub tp: u16,
     /// DP rank of this engine core.
     pub dp_rank: u16,
@@ -324,6 +335,9 @@ impl FaultPlace for InstanceSettings {
     }
 
     fn restarted(&self, geometry: RestartGeometry) -> InstanceSettings {
+        if self.is_pool {
+            return self.clone();
+        }
         InstanceSettings {
             tp: geometry.tp.unwrap_or(self.tp),
             blocks: geometry.blocks.unwrap_or(self.blocks),
@@ -344,6 +358,8 @@ section! {
         pub exit: u8 = 0_u8;
         /// Requests by how they end.
         pub requests: ExpectedRequests;
+        /// Receivers of streams by how they end.
+        pub receivers: ExpectedReceivers;
         /// Operations of all data planes.
         pub operations: ExpectedOperations;
         /// First tokens that come in time.
@@ -365,6 +381,19 @@ section! {
         pub unknown: Option<CountBounds>;
         /// Of the finished: prompts computed by decode.
         pub recomputed: Option<CountBounds>;
+    }
+}
+
+section! {
+    /// Bounds of the number of receivers that end in a way.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct ExpectedReceivers {
+        /// With every chunk, and the end of the stream.
+        pub finished: Option<CountBounds>;
+        /// Told that something does not come.
+        pub failed: Option<CountBounds>;
+        /// Gone away, or their host was.
+        pub gone: Option<CountBounds>;
     }
 }
 

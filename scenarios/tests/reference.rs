@@ -54,6 +54,10 @@ fn every_key_is_in_the_reference() {
         "[topology]\nprefill = [{ ? }]",
         "[topology]\nprefill = [{ protocol = { ? } }]",
         "[topology]\nprefill = [{ fabric = { ? } }]",
+        "[topology]\nhosts = [{ ? }]",
+        "[topology]\nhosts = [{ pool = { ? } }]",
+        "[[stream]]\n?",
+        "[[stream]]\ngone = { ? }",
         "[protocol]\n?",
         "[fabric]\n?",
         "[engine]\n?",
@@ -66,6 +70,7 @@ fn every_key_is_in_the_reference() {
         "[[fault]]\nkind = \"wire.loss\"\nmatch = { ? }",
         "[expect]\n?",
         "[expect]\nrequests = { ? }",
+        "[expect]\nreceivers = { ? }",
         "[expect]\noperations = { ? }",
         "[expect]\nfirst_tokens = [{ ? }]",
     ];

@@ -36,8 +36,8 @@ impl Dma {
         let Some((remote, _)) = remote.filter(|_| admitted) else {
             return Err(FabricError::RemoteAccess);
         };
-        let local = CopySide { store: op.plane.0 as usize, place: *local };
-        let remote = CopySide { store: op.peer.0 as usize, place: *remote };
+        let local = CopySide { store: self.store_ix(op.plane), place: *local };
+        let remote = CopySide { store: self.store_ix(op.peer), place: *remote };
         let op = &mut self.ops[key as usize];
         (op.from, op.to) = match op.direction {
             Direction::Write => (local, remote),

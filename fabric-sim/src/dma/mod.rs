@@ -40,8 +40,10 @@ pub struct Dma {
     config: DmaConfig,
     keyed: KeyedRng,
     planes: Vec<DmaPlane>,
-    /// One per plane; none once it is gone.
+    /// None once it is gone.
     stores: Vec<Option<RankStore>>,
+    /// Which of them each plane has.
+    store_of: Vec<u32>,
     nics: Nics,
     sessions: Vec<DmaSession>,
     ops: Vec<DmaOp>,
@@ -105,6 +107,7 @@ impl Dma {
             config,
             planes: Vec::new(),
             stores: Vec::new(),
+            store_of: Vec::new(),
             nics: Nics::default(),
             sessions: Vec::new(),
             ops: Vec::new(),
@@ -143,6 +146,7 @@ impl Dma {
     /// Adds a plane; for a restarted process too.
     pub fn add_plane(&mut self, spec: PlaneSpec) -> SimDataPlane {
         let ix = DataPlaneIx(self.planes.len() as u32);
+        self.store_of.push(self.stores.len() as u32);
         self.stores.push(Some(spec.store));
         self.planes.push(DmaPlane {
             node: spec.node,
@@ -167,14 +171,26 @@ impl Dma {
         SimDataPlane::new(ix, spec.caps)
     }
 
+    /// From now on a plane has the memory of another one of its process, in place of its own.
+    pub fn share_store(&mut self, plane: DataPlaneIx, with: DataPlaneIx) {
+        let own = self.store_ix(plane);
+        self.stores[own] = None;
+        self.store_of[plane.0 as usize] = self.store_of[with.0 as usize];
+    }
+
+    fn store_ix(&self, plane: DataPlaneIx) -> usize {
+        self.store_of[plane.0 as usize] as usize
+    }
+
     /// The memory of a plane; none once it is gone.
     pub fn store(&self, plane: DataPlaneIx) -> Option<&RankStore> {
-        self.stores[plane.0 as usize].as_ref()
+        self.stores[self.store_ix(plane)].as_ref()
     }
 
     /// The memory of a plane; none once it is gone.
     pub fn store_mut(&mut self, plane: DataPlaneIx) -> Option<&mut RankStore> {
-        self.stores[plane.0 as usize].as_mut()
+        let ix = self.store_ix(plane);
+        self.stores[ix].as_mut()
     }
 
     /// The ranges of a landing; valid until the next [`Dma::step`] or [`Dma::perform`].
@@ -274,8 +290,7 @@ impl Dma {
         refused: Option<FabricError>,
         cx: &mut DmaContext<'_>,
     ) {
-        let store = self.stores[plane.0 as usize].as_ref();
-        let place = store.and_then(|store| store.place(&memory));
+        let place = self.store(plane).and_then(|store| store.place(&memory));
         let len = memory.len();
         let me = &mut self.planes[plane.0 as usize];
         let result = match (refused, place) {

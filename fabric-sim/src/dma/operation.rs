@@ -513,15 +513,18 @@ impl Dma {
 }
 
 fn landing(op: &DmaOp, (slot, first, count): (u32, u32, u32)) -> DmaLanding {
-    let plane = |side: &CopySide| DataPlaneIx(side.store as u32);
+    let (source, target) = match op.direction {
+        Direction::Write => (op.plane, op.peer),
+        Direction::Read => (op.peer, op.plane),
+    };
     let at = |side: &CopySide| (side.place.segment as u32, side.place.base);
     DmaLanding {
         plane: op.plane,
         op: op.id,
         direction: op.direction,
-        source: plane(&op.from),
+        source,
         source_at: at(&op.from),
-        target: plane(&op.to),
+        target,
         target_at: at(&op.to),
         late: op.reported,
         slot,

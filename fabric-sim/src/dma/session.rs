@@ -268,7 +268,8 @@ impl Dma {
 
     /// A crashed plane has no memory and no operations any more.
     pub(super) fn gone(&mut self, plane: DataPlaneIx, cx: &mut DmaContext<'_>) {
-        self.stores[plane.0 as usize] = None;
+        let store = self.store_ix(plane);
+        self.stores[store] = None;
         self.forget(plane, cx);
     }
 

@@ -1,13 +1,15 @@
 //! L1: every request ends within the stated bound after the last fault.
 
+use super::payload_waits::PayloadWaits;
 use super::state::{RequestAt, TrackedPrompt, freed};
 use super::{CheckContext, Invariant, LivenessBounds};
-use crate::observation::{Observation, ObservationKind, SimProcessId};
+use crate::observation::{Observation, ObservationKind, PayloadSight, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, LegId, TransferKey};
 use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer};
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Completion;
+use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::FaultKind;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -87,13 +89,24 @@ pub(super) struct EveryRequestEnds {
     limits: LivenessBounds,
     open: BTreeMap<ClientId, OpenRequest>,
     sources: PullSources,
+    payloads: PayloadWaits,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
 }
 
 impl EveryRequestEnds {
-    pub(super) fn new(limits: LivenessBounds) -> EveryRequestEnds {
-        EveryRequestEnds { limits, ..EveryRequestEnds::default() }
+    pub(super) fn new(limits: LivenessBounds, run: &Run) -> EveryRequestEnds {
+        let payloads = PayloadWaits::new(run);
+        EveryRequestEnds { limits, payloads, ..EveryRequestEnds::default() }
+    }
+
+    fn payload(&mut self, now: CheckContext<'_>, host: SimProcessId, sight: &PayloadSight<'_>) {
+        if let PayloadSight::Overdue { stream, receiver, .. } = *sight
+            && let Some(text) = self.payloads.overdue(now, (stream, receiver))
+        {
+            now.report(|| text);
+        }
+        self.payloads.follow(now.at, host, sight);
     }
 
     fn end_leg(&mut self, leg: LegId) {
@@ -146,6 +159,7 @@ impl Invariant for EveryRequestEnds {
             PrefillAnswer,
             Stepped,
             Completed,
+            Payload,
         ]
     }
 
@@ -154,6 +168,9 @@ impl Invariant for EveryRequestEnds {
             use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause};
             self.sources.cut |= matches!(kind, HalfOpen | OneWayPermanent | Partition | Pause);
             return;
+        }
+        if let Observation::Payload { host, sight } = seen {
+            return self.payload(now, *host, sight);
         }
         self.check_if_still(now);
         if matches!(seen, Observation::Completed { outcome: Completion::Failed { .. }, .. }) {
@@ -192,6 +209,10 @@ impl Invariant for EveryRequestEnds {
     fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
         for (client, open) in std::mem::take(&mut self.open) {
             open.report(now, client);
+        }
+        for (stream, receiver, host) in self.payloads.open() {
+            let name = now.name(host.instance);
+            now.report(|| format!("receiver {receiver} at {name} of stream {stream} has no end"));
         }
     }
 }

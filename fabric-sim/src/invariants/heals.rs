@@ -1,8 +1,11 @@
 //! L2: after the faults stopped, new requests take the fast path again.
 
+use super::payload_waits::PayloadWaits;
 use super::state::TrackedClient;
 use super::{CheckContext, Invariant};
-use crate::observation::{Observation, ObservationKind};
+use crate::observation::{
+    Observation, ObservationKind, PayloadSight, ReceiverOutcome, SimProcessId,
+};
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::ClientId;
@@ -31,6 +34,7 @@ pub(super) struct HealsFastPath {
     once: bool,
     /// Some cores take so few requests that prompts which wait for their lease are all.
     few: bool,
+    payloads: PayloadWaits,
     /// Probes that took the fast path, and others.
     fast: u32,
     slow: u32,
@@ -49,7 +53,28 @@ impl HealsFastPath {
             core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
         };
         let any = |of: &dyn Fn(&InstanceSettings) -> bool| run.instances.iter().any(of);
-        HealsFastPath { once: any(&once), few: any(&few), ..HealsFastPath::default() }
+        let payloads = PayloadWaits::new(run);
+        HealsFastPath { once: any(&once), few: any(&few), payloads, ..HealsFastPath::default() }
+    }
+
+    /// What the world itself puts at a host of the core arrives at another one.
+    fn payload(&mut self, now: CheckContext<'_>, host: SimProcessId, sight: &PayloadSight<'_>) {
+        if let PayloadSight::Ended { stream, outcome, .. } = *sight
+            && self.payloads.is_probe(stream)
+            && *outcome != ReceiverOutcome::Finished
+        {
+            let from = self.payloads.source(stream).unwrap_or(host.instance);
+            if self.payloads.are_well(now, [from, host.instance]) {
+                let [from, to] = [from, host.instance].map(|one| now.name(one));
+                now.report(|| {
+                    format!(
+                        "stream {stream} from {from} to {to} came after the faults, but ended with \
+                         {outcome:?}"
+                    )
+                });
+            }
+        }
+        self.payloads.follow(now.at, host, sight);
     }
 
     fn answered(&mut self, now: CheckContext<'_>, client: ClientId, answer: &ClientAnswer) {
@@ -101,7 +126,7 @@ impl HealsFastPath {
 impl Invariant for HealsFastPath {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Faulted, Probed, Answered]
+        &[Faulted, Probed, Answered, Payload]
     }
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
@@ -109,12 +134,16 @@ impl Invariant for HealsFastPath {
             Observation::Faulted { kind: FaultKind::ClockBack, from, .. } => {
                 self.back.extend(*from);
             }
+            Observation::Faulted { kind: FaultKind::Drain, from, .. } => {
+                self.payloads.drained.extend(*from);
+            }
             Observation::Probed { client } => {
                 self.open.insert(*client);
             }
             Observation::Answered { client, answer } => {
                 self.answered(now, *client, answer);
             }
+            Observation::Payload { host, sight } => self.payload(now, *host, sight),
             _ => {}
         }
     }

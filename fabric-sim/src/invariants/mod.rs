@@ -25,6 +25,8 @@ mod no_livelock;
 mod no_panic;
 mod no_silent_success;
 mod one_outcome;
+mod payload_waits;
+mod payloads;
 mod real_tries;
 mod reclaim_bound;
 mod right_recipient;
@@ -234,8 +236,9 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::Caused => Box::new(caused::CausedFailures::new(run)),
         InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::new(run)),
         InvariantId::Fair => Box::new(fair::FairShare::new(run)),
+        InvariantId::PayloadsArrive => Box::new(payloads::PayloadsArrive::new(run)),
         InvariantId::EveryRequestEnds => {
-            Box::new(every_request_ends::EveryRequestEnds::new(limits))
+            Box::new(every_request_ends::EveryRequestEnds::new(limits, run))
         }
         InvariantId::Heals => Box::new(heals::HealsFastPath::new(run)),
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),

@@ -28,7 +28,9 @@ impl Invariant for NoPanic {
                 let count = gauges.violations.saturating_sub(before);
                 let forged = match part {
                     InstanceMachine::Core => self.forged.entry(*who).or_default(),
-                    InstanceMachine::Transfer(_) | InstanceMachine::Engine => &mut 0,
+                    InstanceMachine::Transfer(_)
+                    | InstanceMachine::Engine
+                    | InstanceMachine::Payload => &mut 0,
                 };
                 let excused = count.min(*forged);
                 *forged -= excused;

@@ -6,6 +6,7 @@ use crate::faults::{FaultAction, ROUTER};
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::message::Role;
+use kvferry_engine::core::payload::PayloadInput;
 use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::core::router::RouterInput;
 use kvferry_engine::core::time::Nanos;
@@ -40,7 +41,9 @@ impl Simulation {
             FaultAction::Cut { from, to, cut } => self.cut(from, to, cut),
             FaultAction::Crash { instance, back_after, becomes } => {
                 self.crash(instance);
-                self.instances[usize::from(instance)].returns = back_after.is_some();
+                for part in self.parts(instance) {
+                    self.instances[usize::from(part)].returns = back_after.is_some();
+                }
                 if let Some(after) = back_after {
                     self.instances[usize::from(instance)].becomes = becomes.map(|spec| *spec);
                     let what = ProcessEvent::Start;
@@ -68,6 +71,9 @@ impl Simulation {
         let instance = &self.instances[usize::from(index)];
         if instance.process.is_none() || instance.paused {
             return;
+        }
+        if let Some(host) = self.host_of(index) {
+            return self.tell(self.payload_slot(host), PayloadInput::Drain.into());
         }
         let input = match instance.spec.role {
             Role::Prefill => PrefillInput::Drain.into(),

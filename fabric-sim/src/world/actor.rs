@@ -2,7 +2,8 @@
 
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
-use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::ids::{EngineId, Incarnation};
+use kvferry_engine::core::payload::{PayloadConfig, PayloadCore, PayloadEffect, PayloadInput};
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
 use kvferry_engine::core::time::Nanos;
@@ -21,6 +22,8 @@ pub enum MachineId {
     Decode(u16),
     /// The transfer actor of an instance and TP rank.
     Transfer(u16, u16),
+    /// The payloads of the host with this index into the hosts of the run.
+    Payload(u16),
 }
 
 impl fmt::Display for MachineId {
@@ -30,6 +33,7 @@ impl fmt::Display for MachineId {
             MachineId::Prefill(instance) => write!(f, "prefill {instance}"),
             MachineId::Decode(instance) => write!(f, "decode {instance}"),
             MachineId::Transfer(instance, rank) => write!(f, "transfer {instance}/{rank}"),
+            MachineId::Payload(host) => write!(f, "payload {host}"),
         }
     }
 }
@@ -41,6 +45,8 @@ pub enum MachineConfig {
     Prefill(Box<CoreConfig>),
     Decode(Box<CoreConfig>),
     Transfer(Box<TransferConfig>),
+    /// With the prefill core of its host.
+    Payload(Box<PayloadConfig>, EngineId, Incarnation),
 }
 
 /// An input of a machine.
@@ -53,6 +59,8 @@ pub enum MachineInput {
     Decode(DecodeInput),
     /// Of a transfer actor.
     Transfer(TransferInput),
+    /// Of the payloads of a host.
+    Payload(PayloadInput),
 }
 
 /// An effect of a machine.
@@ -65,6 +73,8 @@ pub enum MachineEffect {
     Decode(DecodeEffect),
     /// Of a transfer actor.
     Transfer(TransferEffect),
+    /// Of the payloads of a host.
+    Payload(PayloadEffect),
 }
 
 /// One machine and its outbox.
@@ -74,6 +84,7 @@ pub enum AnyMachine {
     Prefill(Box<Prefill>, Outbox<PrefillEffect>),
     Decode(Box<Decode>, Outbox<DecodeEffect>),
     Transfer(Box<Transfer>, Outbox<TransferEffect>),
+    Payload(Box<PayloadCore>, Outbox<PayloadEffect>),
 }
 
 /// Does the same with whichever machine it is and its outbox.
@@ -84,6 +95,7 @@ macro_rules! each {
             AnyMachine::Prefill($machine, $out) => $does,
             AnyMachine::Decode($machine, $out) => $does,
             AnyMachine::Transfer($machine, $out) => $does,
+            AnyMachine::Payload($machine, $out) => $does,
         }
     };
 }
@@ -102,6 +114,10 @@ impl AnyMachine {
             }
             MachineConfig::Transfer(config) => {
                 AnyMachine::Transfer(Box::new(Transfer::new(*config)), Outbox::new())
+            }
+            MachineConfig::Payload(config, engine, incarnation) => {
+                let core = PayloadCore::with_peers(*config, engine, incarnation);
+                AnyMachine::Payload(Box::new(core), Outbox::new())
             }
         }
     }
@@ -122,6 +138,9 @@ impl AnyMachine {
                 machine.handle(now, input, out);
             }
             (AnyMachine::Transfer(machine, out), MachineInput::Transfer(input)) => {
+                machine.handle(now, input, out);
+            }
+            (AnyMachine::Payload(machine, out), MachineInput::Payload(input)) => {
                 machine.handle(now, input, out);
             }
             (_, input) => panic!("input for another machine: {input:?}"),
@@ -168,6 +187,7 @@ wraps! {
     Prefill: PrefillInput, PrefillEffect;
     Decode: DecodeInput, DecodeEffect;
     Transfer: TransferInput, TransferEffect;
+    Payload: PayloadInput, PayloadEffect;
 }
 
 impl MachineId {
@@ -178,6 +198,7 @@ impl MachineId {
             MachineId::Prefill(_) => PrefillInput::Tick.into(),
             MachineId::Decode(_) => DecodeInput::Tick.into(),
             MachineId::Transfer(..) => TransferInput::Tick.into(),
+            MachineId::Payload(_) => PayloadInput::Tick.into(),
         }
     }
 }

@@ -7,6 +7,7 @@ use super::legs::SimLegs;
 use super::observer::Observer;
 use super::process::{RouterProcess, SimInstance};
 use super::quiescence::Quiescence;
+use super::stages::SimStages;
 use super::trace::Tracer;
 use super::{ReadyStep, SimMachine, SimOptions, Simulation, report};
 use crate::dma::{Dma, DmaCalls, DmaConfig, SimDataPlane};
@@ -26,7 +27,7 @@ use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::EngineConfig;
 use kvferry_scenarios::geometry::{RankMemory, geometry, rank_memory};
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, Run};
+use kvferry_scenarios::run::{DurationRange, HostSettings, InstanceSettings as Spec, Run};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -59,7 +60,7 @@ impl Simulation {
             follow: VecDeque::new(),
             current: None,
             idle: false,
-            machines: actors(&run, stride),
+            machines: machines(&run, stride),
             stride,
             instances: instances(&run, &nodes, stride - 1, &mut dma),
             router: RouterProcess { control, paused: false, held: Vec::new() },
@@ -70,6 +71,7 @@ impl Simulation {
             unit: unit(&run),
             legs: SimLegs::new(&run),
             clients: Clients::new(&run),
+            stages: SimStages::new(&run),
             tracer: Tracer::new(&run, options.record),
             observer: Observer::new(&run, options.check),
             quiescence: Quiescence::new(&run),
@@ -98,6 +100,7 @@ impl Simulation {
         }
         self.plan_faults();
         self.first_arrival();
+        self.plan_streams();
         self.queue.push(self.quiescence.interval(), SimEvent::Check);
     }
 }
@@ -116,7 +119,7 @@ fn nodes(run: &Run) -> BTreeMap<String, u32> {
     nodes
 }
 
-fn actors(run: &Run, stride: u32) -> Vec<SimMachine> {
+fn machines(run: &Run, stride: u32) -> Vec<SimMachine> {
     let actor = |id, instance| SimMachine {
         id,
         instance,
@@ -136,6 +139,11 @@ fn actors(run: &Run, stride: u32) -> Vec<SimMachine> {
     for instance in 0..run.instances.len() as u16 {
         actors.extend((0..stride).map(|_| actor(MachineId::Router, Some(instance))));
     }
+    let payload = |(at, host): (u16, &HostSettings)| SimMachine {
+        limits: host.config.limits(),
+        ..actor(MachineId::Payload(at), Some(host.instance))
+    };
+    actors.extend((0..).zip(&run.hosts).map(payload));
     actors
 }
 
@@ -239,14 +247,20 @@ pub(super) fn http(spec: &Spec) -> Endpoint {
     Endpoint(format!("http://{}", spec.name).into())
 }
 
+/// Where the core of an instance listens.
+pub(super) fn control(spec: &Spec) -> Endpoint {
+    Endpoint(format!("sim://{}", spec.name).into())
+}
+
 /// Arguments of an instance's core.
 pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<CoreConfig> {
-    let (name, control) = (spec.name.as_str(), Endpoint(format!("sim://{}", spec.name).into()));
+    let (name, control) = (spec.name.as_str(), control(spec));
     Box::new(CoreConfig {
         mode: spec.mode,
         http: http(spec),
         dp: (spec.dp_rank, spec.dp_size),
-        router: Some(Endpoint(format!("sim://{ROUTER}").into())),
+        router: (!spec.is_pool).then(|| Endpoint(format!("sim://{ROUTER}").into())),
+        payloads: spec.is_pool,
         settings: spec.protocol.core.clone(),
         channel: spec.protocol.channel.clone(),
         ..CoreConfig::new(spec.role, name, incarnation, geometry(&run.model, spec), control)

@@ -15,6 +15,7 @@ use crate::queue::StepContext;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
 use kvferry_engine::core::message::{Role, TransferJob, TransferReport};
+use kvferry_engine::core::payload::PayloadInput;
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{RouterEffect, RouterInput};
 use kvferry_engine::core::time::Nanos;
@@ -66,11 +67,18 @@ impl Simulation {
                 let who = self.who(instance);
                 self.observer
                     .observe(self.now, &Observation::PrefillAnswer { who, answer: &answer });
-                self.tell_engine(instance, EngineInput::Prefill(answer));
+                match self.host_of(instance) {
+                    Some(host) => self.tell_payloads(host, PayloadInput::Prefill(answer), seq),
+                    None => self.tell_engine(instance, EngineInput::Prefill(answer)),
+                }
+            }
+            PrefillEffect::Directory(news) => {
+                if let Some(host) = self.host_of(instance) {
+                    self.tell_payloads(host, PayloadInput::PrefillPeer(news), seq);
+                }
             }
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
-            | PrefillEffect::Directory(_)
             | PrefillEffect::Router(_) => {}
         }
         None
@@ -93,12 +101,18 @@ impl Simulation {
                 self.observer
                     .observe(self.now, &Observation::DecodeAnswer { who, answer: &answer });
                 self.stats.answered(self.now, instance, &answer);
-                self.tell_engine(instance, EngineInput::Decode(answer));
+                match self.host_of(instance) {
+                    Some(host) => self.tell_payloads(host, PayloadInput::Decode(answer), seq),
+                    None => self.tell_engine(instance, EngineInput::Decode(answer)),
+                }
             }
-            DecodeEffect::Violation(_)
-            | DecodeEffect::Refused { .. }
-            | DecodeEffect::Directory(_)
-            | DecodeEffect::Router(_) => {}
+            DecodeEffect::Directory(news) => {
+                if let Some(host) = self.host_of(instance) {
+                    self.tell_payloads(host, PayloadInput::DecodePeer(news), seq);
+                }
+            }
+            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
+            }
         }
         None
     }
@@ -128,6 +142,7 @@ impl Simulation {
                 self.flush_control(instance);
             }
             super::MachineId::Transfer(instance, rank) => self.flush_data(instance, rank),
+            super::MachineId::Payload(_) => {}
         }
     }
 
@@ -144,7 +159,7 @@ impl Simulation {
         input
     }
 
-    fn owner(&self, slot: u32) -> (super::MachineId, u16) {
+    pub(super) fn owner(&self, slot: u32) -> (super::MachineId, u16) {
         let actor = &self.machines[slot as usize];
         (actor.id, actor.instance.expect("only the router has no instance"))
     }
@@ -295,7 +310,9 @@ impl Simulation {
             MachineId::Router => RouterInput::Control(event).into(),
             MachineId::Prefill(_) => PrefillInput::Control(event).into(),
             MachineId::Decode(_) => DecodeInput::Control(event).into(),
-            MachineId::Transfer(..) => unreachable!("transfer actors have no control plane"),
+            MachineId::Transfer(..) | MachineId::Payload(_) => {
+                unreachable!("neither transfer actors nor payload cores have a control plane")
+            }
         }
     }
 

@@ -4,9 +4,11 @@ use crate::dma::DmaEvent;
 use crate::net::NetEvent;
 use kvferry_engine::core::ids::LegId;
 use kvferry_engine::core::message::TransferJob;
+use kvferry_engine::core::payload::{PayloadAnswer, PayloadClient};
 use kvferry_scenarios::engine::EngineInput;
 
 use super::actor::MachineInput;
+use super::stages::StageEvent;
 
 /// An entry of the event queue. What belongs to a process carries its incarnation: after a restart
 /// it is void.
@@ -37,6 +39,8 @@ pub(super) enum SimEvent {
         instance: u16,
         what: ProcessEvent,
     },
+    /// Something that a stage does.
+    Stage(StageEvent),
     /// The fault engine has something to do.
     Fault,
     /// Is everything at rest?
@@ -91,5 +95,11 @@ pub(super) enum SimEnvelope {
     /// The connection of a leg broke.
     Broken {
         leg: LegId,
+    },
+    /// To a process of a stage.
+    Stage {
+        host: u16,
+        client: PayloadClient,
+        answer: PayloadAnswer,
     },
 }

@@ -126,7 +126,7 @@ impl Simulation {
         }
         self.engine_input(instance, input);
         let Some(process) = &self.instances[instance as usize].process else { return };
-        if let Some(request) = process.engine.request_of(leg) {
+        if let Some(request) = process.engine.as_ref().and_then(|engine| engine.request_of(leg)) {
             self.observer.observe(self.now, &Observation::LegTaken { who, leg, request });
         }
     }

@@ -2,6 +2,7 @@
 //! requests of the world's own show whether the fast path is back.
 
 use super::Simulation;
+use super::stages::last_start;
 use crate::abilities::fits;
 use crate::keyed_rng::KeyedRng;
 use crate::observation::Observation;
@@ -34,13 +35,14 @@ const SWITCHES: [Nanos; 6] = [
 pub(super) fn switch_at(run: &Run) -> Nanos {
     let drawn = KeyedRng::new(run.seed).below(SWITCH, 0, 0, SWITCHES.len() as u64);
     let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
-    last + SWITCHES[drawn as usize]
+    last.max(last_start(run)) + SWITCHES[drawn as usize]
 }
 
 /// True if requests of the world's own end the run: if there are faults to recover from, and room
 /// for a prompt that is not empty.
 pub(super) fn has_probes(run: &Run) -> bool {
-    !run.faults.is_empty() && run.longest().is_some_and(|longest| longest > 1)
+    let fits = run.longest().is_some_and(|longest| longest > 1);
+    !run.faults.is_empty() && (fits || !run.hosts.is_empty())
 }
 
 impl Simulation {
@@ -97,13 +99,17 @@ impl Simulation {
         };
         let all = 0..self.instances.len() as u16;
         let pairs = all.clone().flat_map(|p| all.clone().map(move |d| (p, d)));
-        let fit = |(p, d): &(u16, u16)| p < d && fits(&self.run.model, spec(*p), spec(*d));
+        let apart = |(p, d): &(u16, u16)| self.parts(*p) != self.parts(*d);
+        let fit = |pair: &(u16, u16)| {
+            let (p, d) = *pair;
+            p < d && apart(pair) && fits(&self.run.model, spec(p), spec(d))
+        };
         let pairs: Vec<(u16, u16)> = pairs.filter(fit).collect();
         let drawn = keyed.below(PAIR, 0, 0, pairs.len() as u64) as usize;
         let mut core: BTreeSet<u16> =
             pairs.get(drawn).map_or(BTreeSet::new(), |(p, d)| [*p, *d].into());
         core.extend(all.filter(|index| keyed.draw(MEMBER, u64::from(*index), 0) & 1 == 1));
-        core
+        core.into_iter().flat_map(|index| self.parts(index)).collect()
     }
 
     /// True for an instance that never makes a step again, though its memory is there.
@@ -116,13 +122,21 @@ impl Simulation {
     /// everything has had its time; true until all have ended. Runs without faults have none.
     pub(super) fn probe(&mut self) -> bool {
         let Some(at) = self.quiescence.probe_at() else { return false };
-        if self.clients.all_probed(&self.run) {
+        let serves_payloads = !self.run.hosts.is_empty();
+        let all_probed = match serves_payloads {
+            true => self.stages.all_probed(),
+            false => self.clients.all_probed(&self.run),
+        };
+        if all_probed {
             return false;
         }
         if self.now >= at {
             self.quiescence.probing();
             self.stats.close();
-            self.client_probes();
+            match serves_payloads {
+                true => self.stage_probes(),
+                false => self.client_probes(),
+            }
         }
         self.queue
             .push((self.now + self.quiescence.interval()).max(at), super::event::SimEvent::Check);

@@ -27,16 +27,19 @@ mod event;
 mod legs;
 mod liveness;
 mod observer;
+mod payloads;
 mod process;
 mod quiescence;
 mod race;
 mod report;
 mod serving;
+mod stages;
 mod trace;
 
 pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
 pub use report::{
-    CauseCounts, FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
+    CauseCounts, FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict,
+    SaturatedLink,
 };
 pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
@@ -55,6 +58,7 @@ use legs::SimLegs;
 use observer::Observer;
 use process::{DataPlaneOwner, RouterProcess, SimInstance};
 use quiescence::Quiescence;
+use stages::SimStages;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use trace::Tracer;
@@ -163,6 +167,7 @@ pub struct Simulation {
     unit: PieceSize,
     legs: SimLegs,
     clients: Clients,
+    stages: SimStages,
     tracer: Tracer,
     observer: Observer,
     quiescence: Quiescence,
@@ -272,6 +277,9 @@ impl Simulation {
             AnyMachine::Transfer(_, out) => out.drain().for_each(|effect| {
                 self.transfer_effect(turn, effect);
             }),
+            AnyMachine::Payload(_, out) => out.drain().for_each(|effect| {
+                self.payload_effect(turn, effect);
+            }),
         }
         self.end_step(deadline, gauges);
     }
@@ -289,6 +297,10 @@ impl Simulation {
             MachineEffect::Prefill(effect) => self.prefill_effect(turn, effect),
             MachineEffect::Decode(effect) => self.decode_effect(turn, effect),
             MachineEffect::Transfer(effect) => self.transfer_effect(turn, effect),
+            MachineEffect::Payload(effect) => {
+                self.payload_effect(turn, effect);
+                None
+            }
         }
     }
 
@@ -361,6 +373,7 @@ impl Simulation {
             }
             SimEvent::Arrive => self.client_arrives(),
             SimEvent::ClientGone { client } => self.client_gone(client),
+            SimEvent::Stage(event) => self.stage_event(event),
             SimEvent::Process { instance, what } => self.process_event(instance, what),
             SimEvent::Fault => self.fault_due(),
             SimEvent::Check => self.check_quiescence(),
@@ -395,6 +408,8 @@ impl Simulation {
                 | SimEnvelope::Engine { instance, .. }
                 | SimEnvelope::Ask { instance, .. } => Some(*instance),
                 SimEnvelope::Broken { .. } => None,
+                // It has left the host, and stages do not stand still with it.
+                SimEnvelope::Stage { .. } => return false,
             },
             _ => return false,
         };
@@ -423,6 +438,7 @@ impl Simulation {
             }
             SimEnvelope::Ask { instance, leg, input } => self.leg_arrives(instance, leg, input),
             SimEnvelope::Broken { leg } => self.leg_broken(leg),
+            SimEnvelope::Stage { host, client, answer } => self.stage_told(host, client, answer),
         }
     }
 
@@ -448,6 +464,9 @@ impl Simulation {
 
     /// The slot that stands for the process of a machine: machines of one process have the same.
     pub fn process_slot(&self, slot: u32) -> u32 {
+        if slot >= self.payload_slot(0) {
+            return slot;
+        }
         let instance = self.machines[slot as usize].instance;
         let whole = instance.filter(|index| self.instances[usize::from(*index)].is_whole);
         whole.map_or(slot, |index| self.core_slot(index))
@@ -455,6 +474,11 @@ impl Simulation {
 
     fn core_slot(&self, instance: u16) -> u32 {
         1 + u32::from(instance) * self.stride
+    }
+
+    /// The payloads of a host, behind all machines of instances.
+    fn payload_slot(&self, host: u16) -> u32 {
+        self.core_slot(self.instances.len() as u16) + u32::from(host)
     }
 
     fn rank_slot(&self, instance: u16, rank: u16) -> u32 {

@@ -15,6 +15,7 @@ use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::transfer::TransferInput;
 use kvferry_engine::fabric::{ControlPlane, LinkKind, Placement};
 use kvferry_scenarios::engine::{EngineEffect, SimEngine, StepPlan};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// An instance over all its incarnations.
@@ -50,7 +51,8 @@ impl SimInstance {
 
 #[derive(Debug)]
 pub(super) struct SimProcess {
-    pub(super) engine: SimEngine,
+    /// None in a host, where stages are served.
+    pub(super) engine: Option<SimEngine>,
     pub(super) out: Outbox<EngineEffect>,
     pub(super) control: SimControlPlane,
     pub(super) ranks: Vec<SimDataPlane>,
@@ -96,6 +98,12 @@ impl Simulation {
         SimProcessId { instance, incarnation: self.instances[instance as usize].incarnation }
     }
 
+    /// The newest incarnation of an instance, as its peers know it.
+    pub(super) fn born(&self, index: u16) -> Incarnation {
+        let number = self.instances[usize::from(index)].incarnation_number;
+        wall_clock_incarnation(index, number, self.options.wall)
+    }
+
     pub(super) fn process_event(&mut self, instance: u16, what: ProcessEvent) {
         match what {
             ProcessEvent::Start if self.instances[usize::from(instance)].returns => {
@@ -105,8 +113,26 @@ impl Simulation {
         }
     }
 
-    /// Starts an instance in its next incarnation.
+    /// The instances of the process that an instance is part of: both cores of a host, or itself.
+    pub(super) fn parts(&self, index: u16) -> Range<u16> {
+        match self.host_of(index).map(|host| self.run.hosts[usize::from(host)].instance) {
+            Some(first) => first..first + 2,
+            None => index..index + 1,
+        }
+    }
+
+    /// Starts a process in its next incarnation.
     pub(super) fn start(&mut self, index: u16) {
+        if self.instances[index as usize].process.is_some() {
+            return;
+        }
+        self.parts(index).for_each(|part| self.start_instance(part));
+        if let Some(host) = self.host_of(index) {
+            self.start_payloads(host);
+        }
+    }
+
+    fn start_instance(&mut self, index: u16) {
         let instance = &mut self.instances[index as usize];
         if instance.process.is_some() {
             return;
@@ -119,11 +145,10 @@ impl Simulation {
         instance.incarnation_number += 1;
         let (spec, incarnation, node) =
             (instance.spec.clone(), instance.incarnation, instance.node);
-        let born = instance.incarnation_number;
         let who = self.who(index);
         let run = self.run.clone();
         let memory = build::memory(&run, &spec, self.unit);
-        let born = wall_clock_incarnation(index, born, self.options.wall);
+        let born = self.born(index);
         let core = build::core(&run, &spec, born);
         let mut control = self.net.add_plane(&spec.name, node);
         control.listen(LinkKind::Handshake).expect("a new plane listens to nothing");
@@ -152,8 +177,9 @@ impl Simulation {
         }
         let config = build::engine(&run, &spec, index, incarnation);
         let engine_blocks = config.blocks();
-        let engine = SimEngine::new(config);
-        let engine = engine.expect("drawing a run refuses engines that cannot run");
+        let engine = (!spec.is_pool).then(|| {
+            SimEngine::new(config).expect("drawing a run refuses engines that cannot run")
+        });
         let out = Outbox::new();
         let process = SimProcess { engine, out, control, ranks, step: None };
         self.instances[index as usize].process = Some(process);
@@ -178,7 +204,7 @@ impl Simulation {
         }
     }
 
-    fn restart_machine(&mut self, slot: u32, id: MachineId, incarnation: u32) {
+    pub(super) fn restart_machine(&mut self, slot: u32, id: MachineId, incarnation: u32) {
         let actor = &mut self.machines[slot as usize];
         actor.id = id;
         actor.incarnation = incarnation;
@@ -189,8 +215,18 @@ impl Simulation {
         actor.heard = 0;
     }
 
-    /// An instance loses its state and its memory.
+    /// A process loses its state and its memory.
     pub(super) fn crash(&mut self, index: u16) {
+        if self.instances[index as usize].process.is_none() {
+            return;
+        }
+        self.parts(index).for_each(|part| self.crash_instance(part));
+        if let Some(host) = self.host_of(index) {
+            self.stop_payloads(host);
+        }
+    }
+
+    fn crash_instance(&mut self, index: u16) {
         let who = self.who(index);
         let Some(process) = self.instances[index as usize].process.take() else { return };
         let detected = self.detection(index);
@@ -206,11 +242,17 @@ impl Simulation {
         }
         self.observer.observe(self.now, &Observation::Crashed { who });
         self.break_legs(who, detected);
+        // What begins after this is another process, which nobody stopped.
+        self.pause_instance(index, false);
     }
 
-    /// Stops the turns of an instance's machines and its engine, or lets them go on. What the
-    /// fabric does without the process's help goes on.
+    /// Stops the turns of a process's machines and its engine, or lets them go on. What the fabric
+    /// does without the process's help goes on.
     pub(super) fn set_paused(&mut self, index: u16, paused: bool) {
+        self.parts(index).for_each(|part| self.pause_instance(part, paused));
+    }
+
+    fn pause_instance(&mut self, index: u16, paused: bool) {
         let instance = &mut self.instances[index as usize];
         if std::mem::replace(&mut instance.paused, paused) == paused {
             return;

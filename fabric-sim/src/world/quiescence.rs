@@ -30,6 +30,8 @@ pub(super) struct Quiescence {
     within: Option<Nanos>,
     /// What leases, orphans and fences may hold after the last request.
     hold: Nanos,
+    /// Without any progress for this long after the last fault, nothing is going to end.
+    stuck: Nanos,
     progress: Nanos,
     /// The same without probes.
     served: Nanos,
@@ -58,6 +60,7 @@ impl Quiescence {
         Quiescence {
             within: run.expect.within,
             hold: limits.lease.scale(2, 1) + limits.silent + Nanos::from_secs(30),
+            stuck: if run.hosts.is_empty() { STUCK } else { STUCK + limits.lease.scale(4, 1) },
             progress: Nanos::ZERO,
             served: Nanos::ZERO,
             switch: switch_at(run),
@@ -77,6 +80,11 @@ impl Quiescence {
     /// When something of the workload last came a step further.
     pub(super) fn served(&self) -> Nanos {
         self.served
+    }
+
+    /// When the liveness phase began.
+    pub(super) fn settled_at(&self) -> Nanos {
+        self.healed.unwrap_or(Nanos::MAX)
     }
 
     /// True in the liveness phase.
@@ -121,15 +129,15 @@ impl Simulation {
     /// Looks whether the run is over.
     pub(super) fn check_quiescence(&mut self) {
         let now = self.now;
-        if self.quiescence.healed.is_none() && self.clients.all_arrived() && self.safety_is_over() {
+        if self.quiescence.healed.is_none() && self.all_arrived() && self.safety_is_over() {
             self.quiescence.healed = Some(now);
             self.settle();
         }
         for index in 0..self.instances.len() as u16 {
             self.see_engine(index);
         }
-        if self.clients.open > 0 || !self.clients.all_arrived() || self.quiescence.healed.is_none()
-        {
+        self.check_streams();
+        if !self.is_served() || !self.all_arrived() || self.quiescence.healed.is_none() {
             self.quiescence.ended = None;
             self.quiescence.audited = false;
             if self.is_stuck() {
@@ -157,10 +165,20 @@ impl Simulation {
         self.queue.push(now + INTERVAL, SimEvent::Check);
     }
 
+    /// True if all requests have arrived, and all stages have begun.
+    fn all_arrived(&self) -> bool {
+        self.clients.all_arrived() && self.now >= self.stages.last
+    }
+
+    /// True if nobody waits for anything.
+    fn is_served(&self) -> bool {
+        self.clients.open == 0 && self.stages.open == 0
+    }
+
     /// True if nothing more is to be expected of the faults: they are over, or nothing happens any
     /// more that they wait for. With a core they need not be over.
     fn safety_is_over(&self) -> bool {
-        let idle = self.clients.open == 0 || self.now > self.quiescence.progress + IDLE;
+        let idle = self.is_served() || self.now > self.quiescence.progress + IDLE;
         idle || match self.run.liveness {
             LivenessMode::Core => self.now >= self.quiescence.switch,
             LivenessMode::Heal => {
@@ -173,7 +191,7 @@ impl Simulation {
         let Some(healed) = self.quiescence.healed else { return false };
         match self.quiescence.within {
             Some(within) if self.now > within && !self.quiescence.probing => true,
-            _ => self.now > self.quiescence.progress.max(healed) + STUCK,
+            _ => self.now > self.quiescence.progress.max(healed) + self.quiescence.stuck,
         }
     }
 
@@ -206,6 +224,7 @@ impl Simulation {
             MachineId::Router | MachineId::Prefill(_) | MachineId::Decode(_) => {
                 InstanceMachine::Core
             }
+            MachineId::Payload(_) => InstanceMachine::Payload,
         };
         let Some(index) = *instance else { return Some((SimProcessId::ROUTER, part)) };
         self.instances[usize::from(index)].process.as_ref()?;
@@ -215,12 +234,13 @@ impl Simulation {
     /// The engine of an instance and its pools.
     fn see_engine(&mut self, index: u16) {
         let who = self.who(index);
-        let Some(process) = &self.instances[usize::from(index)].process else { return };
+        let process = self.instances[usize::from(index)].process.as_ref();
+        let Some(engine) = process.and_then(|process| process.engine.as_ref()) else { return };
         for group in 0..self.run.model.groups.len() as u16 {
-            let pool = process.engine.pool(usize::from(group));
+            let pool = engine.pool(usize::from(group));
             self.observer.observe(self.now, &Observation::Pool { who, group, pool });
         }
-        let (part, engine) = (InstanceMachine::Engine, &process.engine);
+        let part = InstanceMachine::Engine;
         let (gauges, limits) = (engine.gauges(), engine.config().limits());
         self.observer.observe(self.now, &Observation::Gauges { who, part, gauges, limits });
     }
@@ -282,7 +302,7 @@ impl Simulation {
         let pools =
             self.processes().flat_map(move |one| groups.clone().map(move |group| (one, group)));
         machines.chain(pools.filter_map(|((index, process), group)| {
-            let PoolGauges { held, quarantined, .. } = process.engine.pool(group);
+            let PoolGauges { held, quarantined, .. } = process.engine.as_ref()?.pool(group);
             (held + quarantined > 0).then(|| {
                 format!("pool {group} of instance {index}: {held} held, {quarantined} quarantined")
             })

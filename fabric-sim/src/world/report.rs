@@ -6,6 +6,7 @@ use super::trace::Recording;
 use crate::faults::CoveragePhase;
 use crate::invariants::Violation;
 use crate::memory::ContentMismatch;
+use crate::observation::ReceiverOutcome;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{RequestId, TransferKey};
 use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, PrefillHook};
@@ -110,6 +111,17 @@ pub struct OperationTotals {
     pub failed: u64,
 }
 
+/// Receivers of streams by how they ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct ReceiverTotals {
+    /// With every chunk, and told that there are no more.
+    pub finished: u64,
+    /// Told that something does not come.
+    pub failed: u64,
+    /// Gone away, or their host was; those without an end are among them.
+    pub gone: u64,
+}
+
 /// What a run came to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RunReport {
@@ -130,6 +142,8 @@ pub struct RunReport {
     pub unknown: u64,
     /// Of the finished, those with a prompt that decode computed.
     pub recomputed: u64,
+    /// Receivers of streams by how they ended.
+    pub receivers: ReceiverTotals,
     /// Why prompts were recomputed.
     pub recompute_causes: CauseCounts,
     pub failure_causes: CauseCounts,
@@ -245,9 +259,9 @@ impl RunStats {
     }
 
     pub(super) fn pools(&mut self, groups: usize, process: Option<&SimProcess>) {
-        let Some(process) = process else { return };
+        let Some(engine) = process.and_then(|process| process.engine.as_ref()) else { return };
         for group in 0..groups {
-            let pool = process.engine.pool(group);
+            let pool = engine.pool(group);
             self.held = self.held.max(pool.held);
             self.quarantined = self.quarantined.max(pool.quarantined);
         }
@@ -322,6 +336,7 @@ impl Simulation {
         let recomputed = stats.recomputed.values().sum();
         let mut unmet = unmet(&self.run.expect, [finished, failed, unknown + open, recomputed]);
         unmet.extend(self.unmet_load(&stats.operations));
+        unmet.extend(self.unmet_receivers());
         if let Some(within) = self.run.expect.within
             && self.quiescence.served() > within
         {
@@ -341,6 +356,7 @@ impl Simulation {
             failed,
             unknown: unknown + open,
             recomputed,
+            receivers: self.receivers(),
             recompute_causes: stats.recomputed,
             failure_causes: stats.failed,
             violations,
@@ -363,6 +379,23 @@ impl Simulation {
         }
     }
 
+    fn receivers(&self) -> ReceiverTotals {
+        let all: usize = self.run.streams.iter().map(|stream| stream.receivers.len()).sum();
+        let finished = self.stages.ended(|end| *end == ReceiverOutcome::Finished);
+        let failed = self.stages.ended(|end| matches!(end, ReceiverOutcome::Missing(_)));
+        ReceiverTotals { finished, failed, gone: all as u64 - finished - failed }
+    }
+
+    fn unmet_receivers(&self) -> Vec<String> {
+        let (bounds, had) = (&self.run.expect.receivers, self.receivers());
+        let wanted = [
+            ("finished", bounds.finished, had.finished),
+            ("failed", bounds.failed, had.failed),
+            ("gone", bounds.gone, had.gone),
+        ];
+        outside("receivers", wanted)
+    }
+
     /// What the scenario expects of operations and first tokens and did not get.
     fn unmet_load(&self, operations: &OperationTotals) -> Vec<String> {
         let expect = &self.run.expect;
@@ -371,10 +404,6 @@ impl Simulation {
             ("refused", expect.operations.refused, operations.refused),
             ("failed", expect.operations.failed, operations.failed),
         ];
-        let outside = |(name, bounds, count): (&str, Option<CountBounds>, u64)| {
-            let CountBounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
-            Some(format!("{count} operations {name}, not {min} to {max}"))
-        };
         let late = |first: &FirstTokenDeadline| {
             let FirstTokenDeadline { request, within } = *first;
             match self.clients.first_token_after(&self.run, request) {
@@ -385,7 +414,7 @@ impl Simulation {
                 None => Some(format!("request {request} had no first token")),
             }
         };
-        let operations = wanted.into_iter().filter_map(outside);
+        let operations = outside("operations", wanted).into_iter();
         operations.chain(expect.first_tokens.iter().filter_map(late)).collect()
     }
 
@@ -458,11 +487,18 @@ fn unmet(expect: &Expect, counts: [u64; 4]) -> Vec<String> {
         ("unknown", bounds.unknown),
         ("recomputed", bounds.recomputed),
     ];
-    let mut unmet = Vec::new();
-    for ((name, bounds), count) in wanted.into_iter().zip(counts) {
-        if let Some(CountBounds { min, max }) = bounds.filter(|bounds| !bounds.contains(count)) {
-            unmet.push(format!("{count} requests {name}, not {min} to {max}"));
-        }
-    }
-    unmet
+    let with_count = |((name, bounds), count)| (name, bounds, count);
+    outside("requests", wanted.into_iter().zip(counts).map(with_count))
+}
+
+/// Which counts of something are not within their bounds.
+fn outside<'a>(
+    what: &str,
+    counts: impl IntoIterator<Item = (&'a str, Option<CountBounds>, u64)>,
+) -> Vec<String> {
+    let unmet = |(name, bounds, count): (&str, Option<CountBounds>, u64)| {
+        let CountBounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
+        Some(format!("{count} {what} {name}, not {min} to {max}"))
+    };
+    counts.into_iter().filter_map(unmet).collect()
 }

@@ -26,8 +26,9 @@ impl Simulation {
     pub(super) fn engine_input(&mut self, instance: u16, input: EngineInput) {
         let now = self.now;
         let Some(process) = &mut self.instances[instance as usize].process else { return };
+        let Some(engine) = &mut process.engine else { return };
         let mut out = std::mem::take(&mut process.out);
-        process.engine.handle(now, input, &mut out);
+        engine.handle(now, input, &mut out);
         for effect in out.drain() {
             self.engine_effect(instance, effect);
         }
@@ -70,7 +71,7 @@ impl Simulation {
         }
     }
 
-    fn hook(&mut self, instance: u16, input: MachineInput) {
+    pub(super) fn hook(&mut self, instance: u16, input: MachineInput) {
         let (slot, incarnation) =
             (self.core_slot(instance), self.instances[instance as usize].incarnation);
         self.post(LOCAL, SimEnvelope::Machine { slot, incarnation, input, cause: 0 });

@@ -5,6 +5,7 @@ use crate::hash::TraceHasher;
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
 use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{DecodeHook, PrefillHook};
+use kvferry_engine::core::payload::PayloadEffect;
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{LegBody, RouterEffect};
 use kvferry_engine::core::time::Nanos;
@@ -63,6 +64,7 @@ pub(super) trait TracedEffect: Hash + Clone + Into<MachineEffect> {
 impl TracedEffect for PrefillEffect {}
 impl TracedEffect for DecodeEffect {}
 impl TracedEffect for TransferEffect {}
+impl TracedEffect for PayloadEffect {}
 impl TracedEffect for RouterEffect {
     fn transfer(&self) -> Option<TransferKey> {
         match self {

@@ -258,6 +258,7 @@ impl ServeArgs {
             host: role.to_string(),
             node: "here".into(),
             role,
+            is_pool: false,
             tp: self.tp,
             dp_rank: 0,
             dp_size: 1,

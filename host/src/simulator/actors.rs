@@ -18,6 +18,7 @@ use kvferry_engine::core::instance::{Instance, InstanceInput, InstancePart};
 use kvferry_engine::core::message::{
     DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport as Said,
 };
+use kvferry_engine::core::payload::{DirectoryNews, PayloadCore, PayloadEffect, PayloadInput};
 use kvferry_engine::core::prefill::{PrefillEffect, PrefillInput};
 use kvferry_engine::core::router::{Router, RouterEffect, RouterInput};
 use kvferry_engine::core::transfer::{TransferEffect, TransferInput};
@@ -111,6 +112,7 @@ enum ActorProcess {
     /// Those that it begins with are not all there.
     Starting(Box<Instance>),
     Instance(MailboxSender<Driver<InstanceAdapter<SimulatedFabric, SimulatedEffectHandler>>>),
+    Payload(MailboxSender<Driver<SimulatedPayloadAdapter>>),
 }
 
 /// Hands out the turns of the world.
@@ -156,6 +158,13 @@ impl StepDispatcher {
             self.processes.insert(home, ActorProcess::Router(MailboxSender::new(driver, PLACES)));
             return;
         }
+        if let MachineConfig::Payload(config, engine, incarnation) = config {
+            let machine = PayloadCore::with_peers(*config, engine, incarnation);
+            let adapter = SimulatedPayloadAdapter(self.world.clone());
+            let driver = Driver::start(|_| adapter, machine, None, self.clock());
+            self.processes.insert(home, ActorProcess::Payload(MailboxSender::new(driver, PLACES)));
+            return;
+        }
         let process =
             self.processes.entry(home).or_insert_with(|| ActorProcess::Starting(Box::default()));
         let ActorProcess::Starting(instance) = process else {
@@ -166,7 +175,9 @@ impl StepDispatcher {
                 instance.add_core(*config);
             }
             MachineConfig::Transfer(config) => instance.add_rank(*config),
-            MachineConfig::Router(..) => unreachable!("it is no part of an instance"),
+            MachineConfig::Router(..) | MachineConfig::Payload(..) => {
+                unreachable!("they are no part of an instance")
+            }
         }
     }
 
@@ -189,6 +200,10 @@ impl StepDispatcher {
         match process {
             ActorProcess::Router(port) => {
                 let MachineInput::Router(input) = input else { panic!("{input:?} for {actor}") };
+                post(port, input).await;
+            }
+            ActorProcess::Payload(port) => {
+                let MachineInput::Payload(input) = input else { panic!("{input:?} for {actor}") };
                 post(port, input).await;
             }
             ActorProcess::Instance(port) => post(port, as_instance(actor, input)).await,
@@ -332,6 +347,14 @@ impl EffectHandler for SimulatedEffectHandler {
         });
     }
 
+    fn directory(&mut self, news: DirectoryNews, _: &mut InputQueue<Instance>) {
+        let actor = self.world.simulation().actor();
+        self.tell(match actor {
+            MachineId::Prefill(_) => MachineEffect::Prefill(PrefillEffect::Directory(news)),
+            _ => MachineEffect::Decode(DecodeEffect::Directory(news)),
+        });
+    }
+
     fn began(&mut self, now: Nanos, input: &InstanceInput) {
         self.part = input.part();
         self.world.began(now, |actor, expected| as_instance(actor, expected) == *input);
@@ -373,5 +396,35 @@ impl PlaneAdapter for SimulatedRouterAdapter {
 
     fn ended(&mut self, router: &Router) {
         self.0.ended(router.deadline(), || router.gauges());
+    }
+}
+
+/// The payloads' adapter: stages and cores are the world's.
+struct SimulatedPayloadAdapter(SimulationHandle);
+
+impl PlaneAdapter for SimulatedPayloadAdapter {
+    type Machine = PayloadCore;
+
+    const KEEPS_TIME: bool = false;
+
+    fn poll(&mut self, _: Nanos, _: &mut InputQueue<PayloadCore>) -> NextPoll {
+        NextPoll::External
+    }
+
+    fn perform(&mut self, _: &PayloadCore, effect: PayloadEffect, _: &mut InputQueue<PayloadCore>) {
+        let refused = self.0.simulation().effect(MachineEffect::Payload(effect));
+        assert_eq!(refused, None, "nothing of this kind is refused");
+    }
+
+    fn ticks(&self, _: &PayloadCore, _: Nanos, _: &mut InputQueue<PayloadCore>) {}
+
+    fn set_waker(&mut self, _: Waker) {}
+
+    fn began(&mut self, now: Nanos, input: &PayloadInput) {
+        self.0.began(now, |_, expected| expected == MachineInput::Payload(input.clone()));
+    }
+
+    fn ended(&mut self, payloads: &PayloadCore) {
+        self.0.ended(payloads.deadline(), || payloads.gauges());
     }
 }

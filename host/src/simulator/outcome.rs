@@ -4,7 +4,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_scenarios::FaultKind;
 use kvferry_sim::faults::CoveragePhase;
 use kvferry_sim::world::{
-    FULL, OperationTotals, Percentiles, RunReport, RunVerdict, SaturatedLink,
+    FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict, SaturatedLink,
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -35,6 +35,8 @@ pub(crate) struct RunOutcome {
     pub(crate) unknown: u64,
     /// Of the finished: those of which decode computed a prompt.
     pub(crate) recomputed: u64,
+    /// Receivers of streams by how they ended.
+    pub(crate) receivers: ReceiverTotals,
     /// Failed requests by cause.
     pub(crate) failed_causes: BTreeMap<String, u64>,
     /// Recomputed requests by cause.
@@ -162,6 +164,7 @@ impl RunOutcome {
         self.failed = report.failed;
         self.unknown = report.unknown;
         self.recomputed = report.recomputed;
+        self.receivers = report.receivers;
         self.failed_causes = report.failure_causes;
         self.recomputed_causes = report.recompute_causes;
         self.trace_hash = format!("{:016x}", report.trace_hash);

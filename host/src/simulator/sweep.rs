@@ -8,7 +8,7 @@ use crate::simulator::table::{columns, grouped, trouble};
 use clap::Args;
 use kvferry_scenarios::{FaultKind, Scenario};
 use kvferry_sim::faults::CoveragePhase;
-use kvferry_sim::world::RunVerdict;
+use kvferry_sim::world::{ReceiverTotals, RunVerdict};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::num::NonZeroUsize;
@@ -110,6 +110,7 @@ struct SweepTotals {
     failed: u64,
     unknown: u64,
     recomputed: u64,
+    receivers: ReceiverTotals,
     events: u64,
     /// Seeds in which a link was above 80 % for a second or more.
     full: u64,
@@ -241,6 +242,9 @@ impl SweepTotals {
         self.failed += outcome.failed;
         self.unknown += outcome.unknown;
         self.recomputed += outcome.recomputed;
+        self.receivers.finished += outcome.receivers.finished;
+        self.receivers.failed += outcome.receivers.failed;
+        self.receivers.gone += outcome.receivers.gone;
         self.events += outcome.events;
         self.full += u64::from(outcome.has_full_link());
         self.shaped.extend(&outcome.shaped);
@@ -323,6 +327,10 @@ fn print(
         "requests: {finished} finished ({recomputed} recomputed), {failed} failed, \
          {unknown} unknown"
     )?;
+    let ReceiverTotals { finished, failed, gone } = sum.receivers;
+    if finished + failed + gone > 0 {
+        writeln!(out, "receivers: {finished} finished, {failed} failed, {gone} gone")?;
+    }
     let share = share(sum.full, sum.runs);
     writeln!(out, "a link above 80 % for 1 s or more: {} seeds, {share:.1} %", sum.full)?;
     writeln!(

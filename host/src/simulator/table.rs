@@ -4,7 +4,7 @@ use crate::process::ruled;
 use crate::simulator::outcome::{LatencyPercentiles, RunOutcome};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use kvferry_sim::world::{OperationTotals, RunVerdict};
+use kvferry_sim::world::{OperationTotals, ReceiverTotals, RunVerdict};
 use std::collections::BTreeMap;
 
 /// Rows in aligned columns without lines; from column `numbers` on aligned to the right.
@@ -35,6 +35,10 @@ pub(crate) fn one(outcome: &RunOutcome) -> String {
     }
     let RunOutcome { finished, failed, unknown, .. } = outcome;
     row("requests", format!("{finished} finished, {failed} failed, {unknown} unknown"));
+    let ReceiverTotals { finished, failed, gone } = outcome.receivers;
+    if finished + failed + gone > 0 {
+        row("receivers", format!("{finished} finished, {failed} failed, {gone} gone"));
+    }
     row("failed", caused(outcome.failed, &outcome.failed_causes));
     row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
     if !outcome.faults.is_empty() {

@@ -7,7 +7,7 @@ use kvferry_engine::core::dialect::native::{VERSION, VERSION_MIN};
 use kvferry_faults::settings;
 
 /// Of what there has to be at least one.
-const COUNT: (u32, u32) = (1, u32::MAX);
+pub(super) const COUNT: (u32, u32) = (1, u32::MAX);
 
 settings! {
     pub(super) struct ProtocolSpec sets ProtocolSettings {

@@ -2,6 +2,7 @@
 
 mod limits;
 mod model;
+mod payloads;
 mod settings;
 mod static_faults;
 mod topology;
@@ -13,8 +14,9 @@ use crate::doc::{FileName, TomlDoc, TomlSection};
 use crate::lists::FaultKind;
 use crate::preset::SMALL;
 use crate::run::{
-    CELL_LAYERS_MAX, Expect, FabricLimits, InstanceSettings, LivenessMode, MemoryFidelity,
-    MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run,
+    CELL_LAYERS_MAX, Expect, FabricLimits, HostSettings, InstanceSettings, LivenessMode,
+    MemoryFidelity, MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run, Served,
+    WorkloadStream,
 };
 use crate::value::Distribution;
 use kvferry_engine::core::layout::GroupKind;
@@ -24,6 +26,7 @@ use kvferry_faults::section;
 use kvferry_faults::table::FaultSpec;
 use limits::{FabricSpec, ProtocolSpec};
 use model::ModelSpec;
+use payloads::StreamSpec;
 use settings::EngineSpec;
 use std::path::{Path, PathBuf};
 use topology::{InstanceDefaults, TopologySpec};
@@ -47,6 +50,7 @@ section! {
         fabric: FabricSpec;
         engine: EngineSpec;
         workload: WorkloadSpec;
+        stream: Vec<StreamSpec>;
         fault: Vec<FaultSpec>;
         expect: Expect;
     } with {
@@ -227,8 +231,19 @@ impl Scenario {
             protocol: self.protocol.draw(&DecisionKey::new(seed, "protocol"), protocol),
             fabric: self.fabric.draw(&DecisionKey::new(seed, "fabric"), FabricLimits::default()),
         };
-        let instances =
-            self.topology.instances(&self.file, &shapes, (&self.model, &model), &shared)?;
+        let served = self.topology.served(seed);
+        let (mut hosts, mut requests) = (Vec::new(), Vec::new());
+        let instances = match served {
+            Served::Requests => {
+                requests = self.workload.requests(&self.file, seed, prefix_tokens)?;
+                self.topology.instances(&self.file, &shapes, (&self.model, &model), &shared)?
+            }
+            Served::Payloads => {
+                let instances;
+                (hosts, instances) = self.topology.hosts(seed, (&shared, SMALL));
+                instances
+            }
+        };
         let mut run = Run {
             name: self.file.0.to_string(),
             about: self.about.clone(),
@@ -236,10 +251,16 @@ impl Scenario {
             network: self.topology.network(seed),
             router,
             engine: self.engine.draw_for(seed, SMALL).settings,
-            memory: self.memory.draw(&key.part("memory")),
+            memory: match served {
+                Served::Requests => self.memory.draw(&key.part("memory")),
+                Served::Payloads => MemoryFidelity::Bytes,
+            },
             mode,
             prefix_tokens,
-            requests: self.workload.requests(&self.file, seed, prefix_tokens)?,
+            requests,
+            streams: self.streams(seed, &hosts)?,
+            served,
+            hosts,
             faults: Vec::new(),
             shaped: Vec::new(),
             liveness: self.liveness.draw(&key.part("liveness")),
@@ -260,6 +281,20 @@ impl Scenario {
         self.check_lengths(&run)?;
         self.check_cells(&run)?;
         Ok(run)
+    }
+
+    /// What stages put, where payloads are served.
+    fn streams(
+        &self,
+        seed: u64,
+        hosts: &[HostSettings],
+    ) -> Result<Vec<WorkloadStream>, ScenarioError> {
+        if hosts.is_empty() {
+            return Ok(Vec::new());
+        }
+        let tables = (0..).zip(&self.stream);
+        let streams = tables.map(|(n, table)| table.streams((&self.file, n), seed, hosts));
+        Ok(streams.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
     }
 
     /// The cost of a step follows the TP size, also after a restart.

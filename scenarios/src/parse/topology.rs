@@ -2,6 +2,7 @@
 
 use super::limits::{FabricSpec, ProtocolSpec, within_credits};
 use super::model::ModelSpec;
+use super::payloads::HostSpec;
 use crate::ScenarioError;
 use crate::cost::StepCost;
 use crate::decide::{DecisionKey, kind};
@@ -9,7 +10,7 @@ use crate::doc::{ClosedList, FileName, FromKey, FromSection, TomlField, TomlSect
 use crate::preset::{HARDWARE, HardwarePreset, SMALL};
 use crate::run::{
     FabricLimits, InstanceSettings, MemoryLayout, ModelGeometry, NetworkSettings, ProtocolSettings,
-    RouterSettings,
+    RouterSettings, Served,
 };
 use crate::value::{Bandwidth, Distribution, InstanceName, or};
 use kvferry_engine::core::Nanos;
@@ -30,6 +31,8 @@ section! {
         pub(super) hardware: Option<&'static HardwarePreset>;
         prefill: InstanceTables;
         decode: InstanceTables;
+        pub(super) serves: Option<Distribution<Served>>;
+        pub(super) hosts: Vec<HostSpec>;
         link: LinkSpec;
         router: RouterSpec;
     }
@@ -97,16 +100,24 @@ pub(super) struct InstanceShape<'a> {
 
 impl TopologySpec {
     fn unique_names(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
+        let payloads =
+            |serves: &Distribution<Served>| serves.ends().any(|it| *it == Served::Payloads);
+        if self.hosts.is_empty() && self.serves.as_ref().is_some_and(payloads) {
+            let what = "payloads are served and there are no hosts";
+            return Err(section.error_at(section.line_of("serves"), what, "add `hosts`"));
+        }
         let mut seen = std::collections::BTreeSet::new();
-        for (_, table, names) in self.tables() {
+        let hosts = self.host_tables().map(|(table, names)| (table.line, names));
+        let tables = self.tables().map(|(_, table, names)| (table.line, names)).chain(hosts);
+        for (line, names) in tables {
             for name in names {
                 if ["router", "any", "prefill", "decode"].contains(&name.as_str()) {
                     let what = format!("an instance cannot be named `{name}`");
-                    return Err(section.error_at(table.line, what, "choose another name"));
+                    return Err(section.error_at(line, what, "choose another name"));
                 }
                 if seen.contains(&name) {
                     let what = format!("two instances are named `{name}`");
-                    return Err(section.error_at(table.line, what, "give each `name` once"));
+                    return Err(section.error_at(line, what, "give each `name` once"));
                 }
                 seen.insert(name);
             }
@@ -116,7 +127,18 @@ impl TopologySpec {
 
     /// Every name that an instance can get from some seed.
     pub(super) fn names(&self) -> Vec<String> {
-        self.tables().flat_map(|(_, _, names)| names).collect()
+        let hosts = self.host_tables().flat_map(|(_, names)| names);
+        self.tables().flat_map(|(_, _, names)| names).chain(hosts).collect()
+    }
+
+    /// The tables of hosts, each with the names that its hosts can get.
+    pub(super) fn host_tables(&self) -> impl Iterator<Item = (&HostSpec, Vec<String>)> {
+        let mut unnamed = 0;
+        self.hosts.iter().map(move |table| {
+            let names = table.names(unnamed);
+            unnamed += if table.name.is_none() { names.len() as u16 } else { 0 };
+            (table, names)
+        })
     }
 
     /// The tables, each with the names that its instances can get. Unnamed ones are numbered on
@@ -200,6 +222,7 @@ impl TopologySpec {
                     host: shape.name.clone(),
                     node: table.node.as_ref().map_or(shape.name.clone(), |node| node.0.to_string()),
                     role: shape.role,
+                    is_pool: false,
                     tp: shape.tp,
                     dp_rank,
                     dp_size,

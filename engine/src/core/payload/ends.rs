@@ -35,10 +35,10 @@ impl PayloadCore {
     pub(super) fn begin_stream(&mut self, client: PayloadClient, place: &ScopedKey) {
         let stream = place.stream();
         self.ended.remove(&stream);
-        if place.key.chunk.is_none() {
-            return;
+        if let Some(chunk) = place.key.chunk {
+            let before = self.producers.get(&stream).map_or(0, |(_, chunks)| *chunks);
+            self.producers.insert(stream, (client, before.max(chunk.saturating_add(1))));
         }
-        self.producers.insert(stream, client);
     }
 
     /// A stream has no further chunk.
@@ -48,13 +48,27 @@ impl PayloadCore {
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
+        let chunks = self.producers.get(&stream).map_or(0, |(_, chunks)| *chunks);
         self.producers.remove(&stream);
         let waited = self.wants.range(stream.keys()).map(|(place, _)| place.clone());
         let waited: Vec<_> = waited.filter(|place| !self.payloads.contains_key(place)).collect();
-        self.ended.insert(stream, why.clone());
+        self.ended.insert(stream, (why.clone(), chunks));
         for place in waited {
-            self.fail_wants(&place, why, turn);
+            let why = self.lost(&place).unwrap_or_else(|| why.clone());
+            self.fail_wants(&place, &why, turn);
         }
+    }
+
+    /// Why what is not here does not come any more, if it does not. What was put before
+    /// its stream ended is not beyond the end, though it is so long gone that nobody knows why.
+    pub(super) fn lost(&self, place: &ScopedKey) -> Option<PayloadFailure> {
+        if let Some(why) = self.spent.get(place) {
+            return Some(why.clone());
+        }
+        let (why, chunks) = self.ended.get(&place.stream())?;
+        let was_put = place.key.chunk.is_some_and(|chunk| chunk < *chunks);
+        let is_forgotten = was_put && *why == PayloadFailure::Ended;
+        Some(if is_forgotten { PayloadFailure::Expired } else { why.clone() })
     }
 
     /// Nobody gets what is there of a stream, nor waits for it.
@@ -86,7 +100,7 @@ impl PayloadCore {
         for slot in state.reserved {
             self.let_go(slot, turn);
         }
-        let its = |(_, producer): &(&ScopedStream, &PayloadClient)| **producer == client;
+        let its = |(_, producer): &(&ScopedStream, &(PayloadClient, u64))| producer.0 == client;
         let streams = self.producers.iter().filter(its).map(|(stream, _)| stream.clone());
         for stream in streams.collect::<Vec<_>>() {
             self.end(stream, &PayloadFailure::ProducerGone, turn);

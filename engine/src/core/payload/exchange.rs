@@ -118,7 +118,7 @@ impl PayloadCore {
         if self.payloads.contains_key(place) {
             return None;
         }
-        self.spent.get(place).or_else(|| self.ended.get(&place.stream())).cloned()
+        self.lost(place)
     }
 
     pub(super) fn wanted(

@@ -90,7 +90,7 @@ pub enum PayloadFailure {
     NotMoved(Arc<str>),
     /// As many as were to have it have it.
     Taken,
-    /// Nobody asked for it in time.
+    /// Nobody asked for it in time, or not for so long that what became of it is forgotten.
     Expired,
     /// It was cleaned up.
     CleanedUp,

@@ -106,10 +106,10 @@ pub struct PayloadCore {
     claims: BTreeMap<ClaimId, PayloadClaim>,
     /// Who waits for a payload, in the order in which they came.
     wants: BTreeMap<ScopedKey, VecDeque<WaitingReceiver>>,
-    /// Who puts the chunks of a stream that has not ended.
-    producers: RecentMap<ScopedStream, PayloadClient>,
-    /// Streams without further chunks.
-    ended: RecentMap<ScopedStream, PayloadFailure>,
+    /// Who puts the chunks of a stream that has not ended, and how many there are.
+    producers: RecentMap<ScopedStream, (PayloadClient, u64)>,
+    /// Streams without further chunks, and how many there were.
+    ended: RecentMap<ScopedStream, (PayloadFailure, u64)>,
     /// Keys whose payload is gone.
     spent: RecentMap<ScopedKey, PayloadFailure>,
     /// What other hosts get here.

@@ -1,0 +1,115 @@
+//! Who waits for a payload, and who has to be told that it does not come: the part of L1 and of L2
+//! that is about stages.
+
+use super::CheckContext;
+use crate::observation::{PayloadSight, ProducerEnd, SimProcessId};
+use kvferry_engine::core::payload::PayloadConfig;
+use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::run::Run;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A receiver that has not ended.
+#[derive(Clone, Copy, Debug)]
+struct WaitingStage {
+    host: SimProcessId,
+    chunk: u32,
+    since: Nanos,
+    /// It said which host has what it asks for.
+    is_named: bool,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct PayloadWaits {
+    waiting: BTreeMap<(u32, u16), WaitingStage>,
+    /// Where the producer of a stream is.
+    sources: BTreeMap<u32, u16>,
+    produced: BTreeMap<u32, (SimProcessId, Nanos, (u32, ProducerEnd))>,
+    /// Streams of the workload; those behind are the world's own.
+    own: u32,
+    /// Hosts forget what ended sooner than by default.
+    forgets: bool,
+    /// Instances that take nothing new any more.
+    pub(super) drained: BTreeSet<u16>,
+}
+
+impl PayloadWaits {
+    pub(super) fn new(run: &Run) -> PayloadWaits {
+        let usual = PayloadConfig::default();
+        let few = |host: &PayloadConfig| {
+            host.tombstones_max < usual.tombstones_max || host.streams_max < usual.streams_max
+        };
+        PayloadWaits {
+            own: run.streams.len() as u32,
+            forgets: run.hosts.iter().any(|host| few(&host.config)),
+            ..PayloadWaits::default()
+        }
+    }
+
+    /// True if a stream is one of the world's own, which come after the faults.
+    pub(super) fn is_probe(&self, stream: u32) -> bool {
+        stream >= self.own
+    }
+
+    /// True if these hosts are whole and stay connected.
+    pub(super) fn are_well(&self, now: CheckContext<'_>, hosts: [u16; 2]) -> bool {
+        let cores: BTreeSet<u16> = hosts.into_iter().flat_map(|first| [first, first + 1]).collect();
+        let in_core = cores.iter().all(|one| now.state.core.contains(one));
+        let is_lost = |one: &u16| now.state.is_frozen(*one) || self.drained.contains(one);
+        in_core && !now.state.is_broken(&cores) && !cores.iter().any(is_lost)
+    }
+
+    /// The host where a stream comes from, once its producer has begun.
+    pub(super) fn source(&self, stream: u32) -> Option<u16> {
+        self.sources.get(&stream).copied()
+    }
+
+    pub(super) fn follow(&mut self, at: Nanos, host: SimProcessId, sight: &PayloadSight<'_>) {
+        match *sight {
+            PayloadSight::Begins { stream } => {
+                self.sources.insert(stream, host.instance);
+            }
+            PayloadSight::Asked { stream, receiver, chunk, is_named } => {
+                let waits = WaitingStage { host, chunk, since: at, is_named };
+                self.waiting.insert((stream, receiver), waits);
+            }
+            PayloadSight::Ended { stream, receiver, .. } => {
+                self.waiting.remove(&(stream, receiver));
+            }
+            PayloadSight::Produced { stream, put, how } => {
+                self.produced.insert(stream, (host, at, (put, how.clone())));
+            }
+            _ => {}
+        }
+    }
+
+    /// A receiver that waits in vain and was not told so, though it could be known: its producer
+    /// said it, or was lost to a host that knew that it came from there. For texts.
+    pub(super) fn overdue(
+        &self,
+        now: CheckContext<'_>,
+        (stream, receiver): (u32, u16),
+    ) -> Option<String> {
+        let waits = self.waiting.get(&(stream, receiver))?;
+        let (source, ended, (put, how)) = self.produced.get(&stream)?;
+        let is_known = match how {
+            ProducerEnd::HostGone => (waits.is_named || waits.chunk > 0) && waits.since < *ended,
+            // Nobody knows of what it would have put.
+            ProducerEnd::Left if *put == 0 => false,
+            _ => now.state.is_current(*source) && !self.forgets,
+        };
+        let is_told = is_known && self.are_well(now, [source.instance, waits.host.instance]);
+        is_told.then(|| {
+            let [from, to] = [source, &waits.host].map(|one| now.name(one.instance));
+            let (chunk, since) = (waits.chunk, waits.since);
+            format!(
+                "receiver {receiver} at {to} waits since {since} for chunk {chunk} of stream {stream} \
+                 from {from}, whose producer ended with {how:?} at {ended}"
+            )
+        })
+    }
+
+    /// Those that have not ended at the end of a run.
+    pub(super) fn open(&self) -> impl Iterator<Item = (u32, u16, SimProcessId)> + '_ {
+        self.waiting.iter().map(|((stream, receiver), waits)| (*stream, *receiver, waits.host))
+    }
+}

@@ -1,0 +1,201 @@
+//! I20: a payload arrives as it was put, and one that does not come has a cause.
+
+use super::{CheckContext, Invariant};
+use crate::observation::{
+    Observation, ObservationKind, PayloadSight, ProducerEnd, ReceiverOutcome, SimProcessId,
+};
+use kvferry_engine::core::payload::{PayloadConfig, PayloadFailure};
+use kvferry_scenarios::lists::FaultKind;
+use kvferry_scenarios::run::{Departure, HostSettings, Run, WorkloadStream};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A receiver of a stream.
+type StageReceiver = (u32, u16);
+
+/// What is known of the streams of a run.
+#[derive(Debug, Default)]
+pub(super) struct PayloadsArrive {
+    /// How the producer of a stream ended, at which host, and what it had put.
+    produced: BTreeMap<u32, (SimProcessId, u32, ProducerEnd)>,
+    /// Receivers that were told that a chunk does not come, until their producer has ended too.
+    missed: BTreeMap<u32, Vec<(StageReceiver, u16, PayloadFailure)>>,
+    /// Streams that somebody cleans up, those with more receivers than they are put for, and those of one
+    /// payload.
+    cleaned: BTreeSet<u32>,
+    scarce: BTreeSet<u32>,
+    whole: BTreeSet<u32>,
+    /// Instances that a fault hit; none for all.
+    hit: BTreeSet<Option<u16>>,
+    drained: BTreeSet<u16>,
+    /// Some host keeps payloads for a while only.
+    expires: bool,
+    /// Some table is smaller than usual.
+    is_tight: bool,
+}
+
+fn is_tight(host: &HostSettings) -> bool {
+    let PayloadConfig { pool, hold, .. } = host.config;
+    host.config != PayloadConfig { pool, hold, ..PayloadConfig::default() }
+}
+
+impl PayloadsArrive {
+    pub(super) fn new(run: &Run) -> PayloadsArrive {
+        let cleans = |stream: &WorkloadStream| {
+            let mut departures = stream.receivers.iter().filter_map(|one| one.gone);
+            departures.any(|(_, how)| how == Departure::CleansUp)
+        };
+        let those = |is_it: &dyn Fn(&WorkloadStream) -> bool| {
+            let streams = (0..).zip(&run.streams).filter(|(_, stream)| is_it(stream));
+            streams.map(|(at, _)| at).collect()
+        };
+        PayloadsArrive {
+            scarce: those(&|stream| (stream.copies as usize) < stream.receivers.len()),
+            whole: those(&|stream| stream.is_whole),
+            cleaned: those(&cleans),
+            expires: run.hosts.iter().any(|host| host.config.hold.0 > 0),
+            is_tight: run.hosts.iter().any(is_tight),
+            ..PayloadsArrive::default()
+        }
+    }
+
+    /// True if some fault hit one of the cores of these hosts.
+    fn is_hit(&self, hosts: [u16; 2]) -> bool {
+        let cores = hosts.into_iter().flat_map(|first| [Some(first), Some(first + 1)]);
+        cores.chain([None]).any(|one| self.hit.contains(&one))
+    }
+
+    fn is_drained(&self, host: u16) -> bool {
+        self.drained.contains(&host) || self.drained.contains(&(host + 1))
+    }
+
+    fn is_caused(
+        &self,
+        stream: u32,
+        (receiver, from): (u16, u16),
+        (failure, how): (&PayloadFailure, &ProducerEnd),
+    ) -> bool {
+        let is_hit = self.is_hit([receiver, from]);
+        match failure {
+            PayloadFailure::GivenUp(_) => {
+                matches!(how, ProducerEnd::GaveUp | ProducerEnd::NoRoom(_))
+            }
+            PayloadFailure::ProducerGone => {
+                matches!(how, ProducerEnd::Left | ProducerEnd::HostGone)
+            }
+            PayloadFailure::PeerGone(_) | PayloadFailure::NotMoved(_) => {
+                is_hit || self.is_drained(from)
+            }
+            PayloadFailure::Taken => self.scarce.contains(&stream),
+            PayloadFailure::Expired => self.expires || self.is_tight,
+            PayloadFailure::CleanedUp => {
+                *how == ProducerEnd::CleanedUp || self.cleaned.contains(&stream)
+            }
+            // What is put for others may fill a pool, whatever its size.
+            PayloadFailure::PoolFull { .. } => true,
+            PayloadFailure::Overload(_) => self.is_tight,
+            PayloadFailure::Closed => self.is_drained(receiver) || self.is_drained(from),
+            _ => false,
+        }
+    }
+
+    /// Looks at what was missed in a stream whose producer has ended.
+    fn judge(&mut self, now: CheckContext<'_>, stream: u32) {
+        let Some((host, _, how)) = self.produced.get(&stream) else { return };
+        for ((_, receiver), at, failure) in self.missed.remove(&stream).unwrap_or_default() {
+            if !self.is_caused(stream, (at, host.instance), (&failure, how)) {
+                let [from, to] = [host.instance, at].map(|one| now.name(one));
+                now.report(|| {
+                    format!(
+                        "receiver {receiver} at {to} of stream {stream} from {from} was told \
+                         {failure:?}, but its producer ended with {how:?}"
+                    )
+                });
+            }
+        }
+    }
+
+    fn ended(
+        &mut self,
+        now: CheckContext<'_>,
+        (stream, receiver): StageReceiver,
+        (host, chunk): (SimProcessId, u32),
+        outcome: &ReceiverOutcome,
+    ) {
+        match outcome {
+            ReceiverOutcome::Finished if self.whole.contains(&stream) && chunk == 1 => {}
+            ReceiverOutcome::Finished => {
+                let produced = self.produced.get(&stream);
+                let has_all = produced
+                    .is_some_and(|(_, put, how)| *how == ProducerEnd::Ended && *put == chunk);
+                if !has_all {
+                    let name = now.name(host.instance);
+                    now.report(|| {
+                        format!(
+                            "receiver {receiver} at {name} of stream {stream} was told that it \
+                             ended with {chunk} chunks, but the producer ended with {produced:?}"
+                        )
+                    });
+                }
+            }
+            ReceiverOutcome::Missing(failure) => {
+                let missed = ((stream, receiver), host.instance, failure.clone());
+                self.missed.entry(stream).or_default().push(missed);
+                self.judge(now, stream);
+            }
+            ReceiverOutcome::Departed | ReceiverOutcome::HostGone => {}
+        }
+    }
+}
+
+impl Invariant for PayloadsArrive {
+    fn wants(&self) -> &'static [ObservationKind] {
+        use ObservationKind::*;
+        &[Payload, Faulted]
+    }
+
+    fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
+        let (host, sight) = match seen {
+            Observation::Faulted { kind, from, to } => {
+                if *kind == FaultKind::Drain {
+                    self.drained.extend(*from);
+                }
+                self.hit.insert(*from);
+                self.hit.extend(to.map(Some));
+                return;
+            }
+            Observation::Payload { host, sight } => (*host, *sight),
+            _ => return,
+        };
+        match sight {
+            PayloadSight::Misuse { rule } => {
+                let name = now.name(host.instance);
+                now.report(|| format!("at {name}: {rule}"));
+            }
+            PayloadSight::Produced { stream, put, how } => {
+                self.produced.insert(stream, (host, put, how.clone()));
+                self.judge(now, stream);
+            }
+            PayloadSight::Got { stream, receiver, chunk, wrong: Some(wrong) } => {
+                let name = now.name(host.instance);
+                now.report(|| {
+                    format!(
+                        "receiver {receiver} at {name} has chunk {chunk} of stream {stream}, {wrong}"
+                    )
+                });
+            }
+            PayloadSight::Ended { stream, receiver, chunk, outcome } => {
+                self.ended(now, (stream, receiver), (host, chunk), outcome);
+            }
+            PayloadSight::Begins { .. }
+            | PayloadSight::Asked { .. }
+            | PayloadSight::Got { .. }
+            | PayloadSight::Overdue { .. } => {}
+        }
+    }
+
+    fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
+        for stream in std::mem::take(&mut self.missed).into_keys() {
+            now.report(|| format!("the producer of stream {stream} has not ended"));
+        }
+    }
+}

@@ -3,9 +3,12 @@
 use super::payload_waits::PayloadWaits;
 use super::state::{RequestAt, TrackedPrompt, freed};
 use super::{CheckContext, Invariant, LivenessBounds};
-use crate::observation::{Observation, ObservationKind, PayloadSight, SimProcessId};
+use crate::observation::{
+    Observation, ObservationKind, PayloadSight, ReceiverOutcome, SimProcessId,
+};
 use kvferry_engine::core::ids::{ClientId, LegId, TransferKey};
 use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer};
+use kvferry_engine::core::payload::PayloadFailure;
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Completion;
@@ -101,9 +104,19 @@ impl EveryRequestEnds {
     }
 
     fn payload(&mut self, now: CheckContext<'_>, host: SimProcessId, sight: &PayloadSight<'_>) {
-        if let PayloadSight::Overdue { stream, receiver, .. } = *sight
-            && let Some(text) = self.payloads.overdue(now, (stream, receiver))
-        {
+        let late = match *sight {
+            PayloadSight::Overdue { stream, receiver, .. } => {
+                self.payloads.overdue(now, (stream, receiver))
+            }
+            PayloadSight::Ended {
+                stream,
+                receiver,
+                outcome: ReceiverOutcome::Missing(PayloadFailure::PeerGone(_)),
+                ..
+            } => self.payloads.told_late(now, (stream, receiver), self.limits),
+            _ => None,
+        };
+        if let Some(text) = late {
             now.report(|| text);
         }
         self.payloads.follow(now.at, host, sight);

@@ -1,7 +1,7 @@
 //! Who waits for a payload, and who has to be told that it does not come: the part of L1 and of L2
 //! that is about stages.
 
-use super::CheckContext;
+use super::{CheckContext, LivenessBounds};
 use crate::observation::{PayloadSight, ProducerEnd, SimProcessId};
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_engine::core::time::Nanos;
@@ -80,6 +80,28 @@ impl PayloadWaits {
             }
             _ => {}
         }
+    }
+
+    /// A receiver that learned later than it takes to miss a dead peer that its host is gone, though it
+    /// was known where what it waited for came from. For texts.
+    pub(super) fn told_late(
+        &self,
+        now: CheckContext<'_>,
+        (stream, receiver): (u32, u16),
+        limits: LivenessBounds,
+    ) -> Option<String> {
+        let waits = self.waiting.get(&(stream, receiver))?;
+        let (source, ended, (_, how)) = self.produced.get(&stream)?;
+        let is_known = (waits.is_named || waits.chunk > 0) && waits.since < *ended;
+        let due = now.state.last_fault.max(*ended) + limits.end();
+        let is_late = *how == ProducerEnd::HostGone && is_known && now.at > due;
+        is_late.then(|| {
+            let [from, to] = [source, &waits.host].map(|one| now.name(one.instance));
+            format!(
+                "receiver {receiver} at {to} of stream {stream} learned later than by {due} that {from} \
+                 was gone at {ended}"
+            )
+        })
     }
 
     /// A receiver that waits in vain and was not told so, though it could be known: its producer

@@ -53,6 +53,10 @@ impl ClusterRun<'_> {
             return Err(CommandError::Input(format!("{text}; name a scenario file")));
         };
         let run = Arc::new(self.scenario.draw(self.seed)?);
+        if !run.hosts.is_empty() {
+            let text = format!("{}: payloads between hosts are simulated only", path.display());
+            return Err(CommandError::Input(format!("{text}; leave out --fabric")));
+        }
         let repeat = format!(
             "kvferry run {} --seed {} --fabric {}",
             path.display(),

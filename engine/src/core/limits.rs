@@ -197,7 +197,7 @@ impl PayloadConfig {
             self.host_payloads_max,
         ]
         .map(u64::from);
-        // What its wants are asked of, and what comes for them.
+        // What its wants are asked of, when again, and what comes for them.
         let wants = clients.saturating_mul(payloads);
         // Reservations and what is wanted are named by who has them, too; what arrived once more by
         // its key. Deadlines of reservations and of payloads.
@@ -211,10 +211,10 @@ impl PayloadConfig {
             // Stages that have a part of the pool or wait for one.
             entries: total(
                 (4 * slots + clients.saturating_mul(of_client + 1))
-                    .saturating_add(wants.saturating_mul(hosts + 5))
-                    .saturating_add(hosts.saturating_mul(5 * lent)),
+                    .saturating_add(wants.saturating_mul(2 * hosts + 5))
+                    .saturating_add(hosts.saturating_mul(12 * lent + 4)),
             ),
-            remembered: total(2 * u64::from(self.streams_max) + clients + 3 * hosts),
+            remembered: total(2 * u64::from(self.streams_max) + clients + 5 * hosts),
             violations: COUNT,
             ..Gauges::default()
         }

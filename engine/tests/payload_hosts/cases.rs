@@ -1,6 +1,10 @@
 //! What has to hold between hosts, one by one.
 
-use crate::cluster::{Cluster, PAGE, WayFaults, prefill_name};
+mod anew;
+mod full;
+
+use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, prefill_name};
+use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::payload::*;
 use kvferry_engine::core::{Machine, Nanos};
@@ -29,9 +33,12 @@ impl HostBench {
     }
 
     fn with(hosts: usize, config: PayloadConfig) -> HostBench {
-        let cluster = Cluster::new(hosts, config, 1, |config| {
-            config.settings.lease = Nanos::from_secs(3);
-        });
+        let core = CoreSettings { lease: Nanos::from_secs(3), ..CoreSettings::default() };
+        HostBench::set(hosts, HostSettings::new(config, core))
+    }
+
+    fn set(hosts: usize, settings: HostSettings) -> HostBench {
+        let cluster = Cluster::new(hosts, settings, 1);
         let mut bench = HostBench { cluster, stamp: 0 };
         bench.join(0, THINKER, "0");
         for host in 1..hosts {
@@ -368,22 +375,22 @@ fn what_a_host_may_have_got_goes_to_nobody_else() {
 fn a_lost_end_gives_the_same_host_the_same_bytes() {
     let mut bench = HostBench::new(3, 16);
     bench.put(0, chunk(0), 5, 1);
-    bench.cluster.cut = Some((0, 1));
+    bench.cluster.cut.push((0, 1));
     bench.want_from(1, chunk(0), 0);
     bench.pass(3_000);
     bench.missing();
-    bench.cluster.cut = None;
+    bench.cluster.cut.clear();
     bench.want_from(1, chunk(0), 0);
     while bench.cluster.at_work(0)[1] == 0 {
         let now = bench.cluster.now;
         assert!(bench.cluster.step(now + Nanos::from_secs(9)));
     }
     // The offer is on its way, and is lost.
-    bench.cluster.cut = Some((0, 1));
+    bench.cluster.cut.push((0, 1));
     bench.want_from(2, chunk(0), 0);
     bench.pass(500);
     assert_eq!(bench.told(), [], "it is the other one's");
-    bench.cluster.cut = None;
+    bench.cluster.cut.clear();
     bench.pass(5_000);
     let (host, .., stamp) = bench.arrived();
     assert_eq!((host, stamp), (1, 1));

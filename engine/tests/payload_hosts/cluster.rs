@@ -1,16 +1,18 @@
 //! Hosts with their payload, prefill and decode cores and the transfer machines of both, joined by
 //! planes that lose, repeat and delay frames, and that move whole pages late.
 
-use kvferry_engine::core::command::{ControlCommand, DataCommand};
-use kvferry_engine::core::config::CoreConfig;
+use crate::plane::{FlyingRead, OpenedSession};
+
+use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::config::{CoreConfig, CoreSettings};
 use kvferry_engine::core::decode::DecodeEffect;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::instance::{Instance, InstanceEffect, InstanceInput};
-use kvferry_engine::core::layout::Slices;
-use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{DecodeHook, Mode, Role};
 use kvferry_engine::core::payload::*;
 use kvferry_engine::core::prefill::PrefillEffect;
-use kvferry_engine::core::transfer::TransferConfig;
+use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::*;
 use std::collections::{BTreeMap, VecDeque};
@@ -26,40 +28,51 @@ pub(crate) enum HostPart {
 }
 
 #[derive(Debug)]
-enum ClusterInput {
+pub(crate) enum ClusterInput {
     Payload(PayloadInput),
     Instance(InstanceInput),
     /// The pages of an operation move.
     Move(OpId),
 }
 
-/// A read of the decode's plane.
-#[derive(Debug)]
-struct FlyingRead {
-    session: SessionId,
-    slices: Slices,
-    has_moved: bool,
-    has_completed: bool,
-}
-
-/// What a plane knows of a session: the other host, in one life.
-type OpenedSession = (usize, u32);
-
 pub(crate) struct ClusterHost {
     /// Counts the times that it began; none while it is down.
     pub(crate) life: u32,
     pub(crate) is_up: bool,
+    /// Until when its process stands still.
+    pub(crate) stands: Nanos,
     pub(crate) payload: PayloadCore,
     prefill: Instance,
     decode: Instance,
     /// Who wrote each page last.
     pub(crate) memory: Vec<u64>,
-    reads: BTreeMap<OpId, FlyingRead>,
-    sessions: BTreeMap<SessionId, OpenedSession>,
-    tickets: Vec<(SessionId, QuiesceTicket)>,
-    fences: Vec<PeerId>,
+    pub(crate) reads: BTreeMap<OpId, FlyingRead>,
+    pub(crate) sessions: BTreeMap<SessionId, OpenedSession>,
+    pub(crate) tickets: Vec<(SessionId, QuiesceTicket)>,
+    pub(crate) fences: Vec<PeerId>,
     /// Which host a peer of the decode's plane is.
-    peers: BTreeMap<PeerId, usize>,
+    pub(crate) peers: BTreeMap<PeerId, usize>,
+}
+
+/// What all hosts are set to.
+#[derive(Clone, Debug)]
+pub(crate) struct HostSettings {
+    pub(crate) payload: PayloadConfig,
+    pub(crate) core: CoreSettings,
+    /// Messages for one peer that it has not acknowledged.
+    pub(crate) queue_max: u32,
+    pub(crate) operations_max: u32,
+}
+
+impl HostSettings {
+    pub(crate) fn new(payload: PayloadConfig, core: CoreSettings) -> HostSettings {
+        HostSettings {
+            payload,
+            core,
+            queue_max: ChannelConfig::default().queue_max,
+            operations_max: TransferSettings::default().operations_max,
+        }
+    }
 }
 
 /// How bad the way between hosts is.
@@ -83,9 +96,8 @@ pub(crate) struct Cluster {
     pub(crate) hosts: Vec<ClusterHost>,
     pub(crate) faults: WayFaults,
     /// Frames that nobody gets, between these hosts.
-    pub(crate) cut: Option<(usize, usize)>,
-    config: PayloadConfig,
-    tune: fn(&mut CoreConfig),
+    pub(crate) cut: Vec<(usize, usize)>,
+    settings: HostSettings,
     queue: BTreeMap<(Nanos, u64), (usize, u32, HostPart, ClusterInput)>,
     /// When the last thing gets to a machine: what its own host tells it comes in order.
     inboxes: BTreeMap<(usize, HostPart), Nanos>,
@@ -99,6 +111,9 @@ pub(crate) struct Cluster {
     damaged: u64,
     /// Bytes that moved between hosts.
     pub(crate) moved: u64,
+    /// What payload cores told other hosts, and had their decode cores fetch.
+    pub(crate) notes: u64,
+    pub(crate) fetches: u64,
 }
 
 pub(crate) fn prefill_name(host: usize) -> EngineId {
@@ -127,21 +142,15 @@ fn caps() -> Caps {
 }
 
 impl Cluster {
-    pub(crate) fn new(
-        hosts: usize,
-        config: PayloadConfig,
-        seed: u64,
-        tune: fn(&mut CoreConfig),
-    ) -> Cluster {
+    pub(crate) fn new(hosts: usize, settings: HostSettings, seed: u64) -> Cluster {
         #[cfg(feature = "planted")]
         kvferry_engine::planted::plant_from_environment();
         let mut cluster = Cluster {
             now: Nanos::ZERO,
             hosts: Vec::new(),
             faults: WayFaults::default(),
-            cut: None,
-            config,
-            tune,
+            cut: Vec::new(),
+            settings,
             queue: BTreeMap::new(),
             inboxes: BTreeMap::new(),
             links: BTreeMap::new(),
@@ -152,6 +161,8 @@ impl Cluster {
             misuses: 0,
             damaged: 0,
             moved: 0,
+            notes: 0,
+            fetches: 0,
         };
         for host in 0..hosts {
             let begun = cluster.begin(host, 1);
@@ -172,11 +183,13 @@ impl Cluster {
         let incarnation = Incarnation(life.into());
         let mut config = CoreConfig::new(role, name, incarnation, pool_geometry(), control(host));
         (config.mode, config.payloads) = (Mode::Pull, true);
-        (self.tune)(&mut config);
+        config.settings = self.settings.core.clone();
+        config.channel.queue_max = self.settings.queue_max;
         let address = Address(vec![host as u8, life as u8].into());
-        let memory = vec![Memory::Own(OwnMemory::unproven(0, self.config.pool))];
-        let layers = vec![pool_layout(self.config.pool)];
-        let rank = TransferConfig::new(&config, 0, (address, caps()), memory, layers);
+        let memory = vec![Memory::Own(OwnMemory::unproven(0, self.settings.payload.pool))];
+        let layers = vec![pool_layout(self.settings.payload.pool)];
+        let mut rank = TransferConfig::new(&config, 0, (address, caps()), memory, layers);
+        rank.settings.operations_max = self.settings.operations_max;
         let mut instance = Instance::default();
         instance.add_core(config);
         instance.add_rank(rank);
@@ -188,10 +201,15 @@ impl Cluster {
         ClusterHost {
             life,
             is_up: true,
-            payload: PayloadCore::with_peers(self.config.clone(), prefill_name(host), incarnation),
+            stands: Nanos::ZERO,
+            payload: PayloadCore::with_peers(
+                self.settings.payload.clone(),
+                prefill_name(host),
+                incarnation,
+            ),
             prefill: self.instance(host, Role::Prefill, life),
             decode: self.instance(host, Role::Decode, life),
-            memory: vec![0; (self.config.pool / PAGE) as usize],
+            memory: vec![0; (self.settings.payload.pool / PAGE) as usize],
             reads: BTreeMap::new(),
             sessions: BTreeMap::new(),
             tickets: Vec::new(),
@@ -205,14 +223,19 @@ impl Cluster {
         for part in [HostPart::Prefill, HostPart::Decode] {
             self.post(0, host, part, ClusterInput::Instance(InstanceInput::Start(0)));
         }
-        let others = (0..hosts).filter(|other| *other != host);
+        self.name_others(host, (0..hosts).collect());
+    }
+
+    /// Tells a host which other ones there are.
+    pub(crate) fn name_others(&mut self, host: usize, mut others: Vec<usize>) {
+        others.retain(|other| *other != host);
         let named = |other| PayloadHost { engine: prefill_name(other), control: control(other) };
-        let hosts = PayloadInput::Hosts(others.map(named).collect());
-        self.payload(host, hosts);
+        self.payload(host, PayloadInput::Hosts(others.into_iter().map(named).collect()));
     }
 
     pub(crate) fn crash(&mut self, host: usize, is_told: bool) {
         self.hosts[host].is_up = false;
+        self.hosts[host].stands = Nanos::ZERO;
         let ends: Vec<_> = self.links.keys().filter(|(of, ..)| *of == host).copied().collect();
         for end in ends {
             let Some(other) = self.links.remove(&end) else { continue };
@@ -237,15 +260,15 @@ impl Cluster {
         (mixed ^ (mixed >> 31)) % below.max(1)
     }
 
-    fn chance(&mut self, percent: u8) -> bool {
+    pub(crate) fn chance(&mut self, percent: u8) -> bool {
         self.random(100) < percent.into()
     }
 
-    fn delay(&mut self) -> u64 {
+    pub(crate) fn delay(&mut self) -> u64 {
         5 + self.random(1_000 * u64::from(self.faults.late) + 20)
     }
 
-    fn post(&mut self, us: u64, host: usize, part: HostPart, input: ClusterInput) {
+    pub(crate) fn post(&mut self, us: u64, host: usize, part: HostPart, input: ClusterInput) {
         self.sequence += 1;
         let life = self.hosts.get(host).map_or(1, |host| host.life);
         let at = (self.now + Nanos::from_us(us), self.sequence);
@@ -266,6 +289,12 @@ impl Cluster {
         let mut out = Outbox::new();
         self.hosts[host].payload.handle(self.now, input, &mut out);
         for effect in out.take() {
+            match &effect {
+                PayloadEffect::PrefillPeer(DirectoryCall::Tell { .. })
+                | PayloadEffect::DecodePeer(DirectoryCall::Tell { .. }) => self.notes += 1,
+                PayloadEffect::Decode(DecodeHook::Arrived { .. }) => self.fetches += 1,
+                _ => {}
+            }
             let (part, input) = match effect {
                 PayloadEffect::Answer { client, answer } => {
                     self.answers.push((host, client, answer));
@@ -377,8 +406,8 @@ impl Cluster {
         }
     }
 
-    fn is_cut(&self, a: usize, b: usize) -> bool {
-        self.cut == Some((a, b)) || self.cut == Some((b, a))
+    pub(crate) fn is_cut(&self, a: usize, b: usize) -> bool {
+        self.cut.contains(&(a, b)) || self.cut.contains(&(b, a))
     }
 
     fn link_event(&mut self, (host, part, _): LinkEnd, event: ControlEvent) {
@@ -386,138 +415,18 @@ impl Cluster {
         self.post(us, host, part, ClusterInput::Instance(InstanceInput::Control(event)));
     }
 
-    fn event(&mut self, us: u64, host: usize, part: HostPart, event: DataEvent) {
-        let input = InstanceInput::Data { rank: 0, event };
-        self.post(us, host, part, ClusterInput::Instance(input));
-    }
-
-    fn data(&mut self, host: usize, part: HostPart, command: DataCommand) {
-        match command {
-            DataCommand::Register { region, .. } => {
-                let here = vec![host as u8, self.hosts[host].life as u8];
-                let result = Ok(RegionDesc(here.into()));
-                self.event(10, host, part, DataEvent::Registered { region, result });
-            }
-            DataCommand::Connect { peer, address, .. } => {
-                self.hosts[host].peers.insert(peer, address.0[0].into());
-            }
-            DataCommand::Disconnect { .. } => {}
-            DataCommand::Open { session, remote, .. } => {
-                let there = (usize::from(remote.0[0]), u32::from(remote.0[1]));
-                self.hosts[host].sessions.insert(session, there);
-                let us = 50 + self.delay();
-                self.event(us, host, part, DataEvent::Opened { session, result: Ok(()) });
-            }
-            DataCommand::Submit { op, session, slices, direction } => {
-                assert_eq!((part, direction), (HostPart::Decode, Direction::Read));
-                self.submit(host, op, session, slices);
-            }
-            DataCommand::Close { session } => {
-                let its = self.hosts[host].reads.iter();
-                let its = its.filter(|(_, read)| read.session == session && !read.has_completed);
-                for op in its.map(|(op, _)| *op).collect::<Vec<_>>() {
-                    self.complete(5, host, op, Some(FabricError::Closed));
-                }
-            }
-            DataCommand::Quiesce { session, ticket } => {
-                self.hosts[host].tickets.push((session, ticket));
-                self.quiet(host);
-            }
-            DataCommand::Fence { peer } => {
-                if part == HostPart::Decode {
-                    self.hosts[host].fences.push(peer);
-                    self.quiet(host);
-                } else {
-                    self.event(20, host, part, DataEvent::Fenced { peer });
-                }
-            }
-        }
-    }
-
-    /// A read that takes its time, or fails, and whose pages may move after it was said to have
-    /// failed.
-    fn submit(&mut self, host: usize, op: OpId, session: SessionId, slices: Slices) {
-        let (moves, fails) = (self.delay() + 20, self.chance(self.faults.failed));
-        let read = FlyingRead { session, slices, has_moved: false, has_completed: false };
-        self.hosts[host].reads.insert(op, read);
-        self.post(moves, host, HostPart::Decode, ClusterInput::Move(op));
-        if fails {
-            let us = self.delay();
-            self.complete(us, host, op, Some(FabricError::AckTimeout));
-        }
-    }
-
-    fn complete(&mut self, us: u64, host: usize, op: OpId, cause: Option<FabricError>) {
-        let Some(read) = self.hosts[host].reads.get_mut(&op) else { return };
-        if std::mem::replace(&mut read.has_completed, true) {
-            return;
-        }
-        let outcome = match cause {
-            None => Completion::Done,
-            Some(cause) => Completion::Failed { cause, landed: Landed::Unknown },
-        };
-        self.event(us, host, HostPart::Decode, DataEvent::Completed { op, outcome });
-    }
-
-    fn moves(&mut self, host: usize, op: OpId) {
-        let Some(read) = self.hosts[host].reads.get_mut(&op) else { return };
-        read.has_moved = true;
-        let session = read.session;
-        let (there, life) = self.hosts[host].sessions[&session];
-        let other = &self.hosts[there];
-        let reaches = other.is_up && other.life == life && !self.is_cut(host, there);
-        if reaches {
-            let slices = self.hosts[host].reads[&op].slices.clone();
-            for index in 0..slices.count() {
-                let [local, remote, len] =
-                    [slices.local[index], slices.remote[index], slices.len[index]];
-                assert_eq!([local % PAGE, remote % PAGE, len % PAGE], [0; 3]);
-                self.moved += len;
-                for page in 0..len / PAGE {
-                    let from = self.hosts[there].memory[(remote / PAGE + page) as usize];
-                    self.hosts[host].memory[(local / PAGE + page) as usize] = from;
-                }
-            }
-        }
-        self.complete(1, host, op, (!reaches).then_some(FabricError::PeerGone));
-        self.quiet(host);
-    }
-
-    /// Says what is quiet, and who is fenced.
-    fn quiet(&mut self, host: usize) {
-        let of = &mut self.hosts[host];
-        of.reads.retain(|_, read| !read.has_moved || !read.has_completed);
-        let moving: Vec<SessionId> = of.reads.values().map(|read| read.session).collect();
-        let sessions = &of.sessions;
-        let is_busy = |peer: &PeerId, of: &BTreeMap<PeerId, usize>| {
-            moving.iter().any(|session| sessions.get(session).map(|at| &at.0) == of.get(peer))
-        };
-        let fenced: Vec<PeerId> =
-            of.fences.iter().filter(|peer| !is_busy(peer, &of.peers)).copied().collect();
-        of.fences.retain(|peer| !fenced.contains(peer));
-        let (waits, quiet): (Vec<_>, Vec<_>) =
-            of.tickets.drain(..).partition(|(session, _)| moving.contains(session));
-        of.tickets = waits;
-        for peer in fenced {
-            self.event(20, host, HostPart::Decode, DataEvent::Fenced { peer });
-        }
-        for (session, ticket) in quiet {
-            self.event(5, host, HostPart::Decode, DataEvent::Quiet { session, ticket });
-        }
-    }
-
     fn deadline(&self) -> Option<Nanos> {
         let up = self.hosts.iter().filter(|host| host.is_up);
-        up.flat_map(|host| {
-            [host.payload.deadline(), host.prefill.deadline(), host.decode.deadline()]
-        })
-        .flatten()
-        .min()
+        let next = up.filter_map(|host| {
+            let of = [host.payload.deadline(), host.prefill.deadline(), host.decode.deadline()];
+            of.into_iter().flatten().min().map(|at| at.max(host.stands))
+        });
+        next.min()
     }
 
     fn tick(&mut self) {
         for host in 0..self.hosts.len() {
-            if !self.hosts[host].is_up {
+            if !self.hosts[host].is_up || self.now < self.hosts[host].stands {
                 continue;
             }
             if self.hosts[host].payload.deadline().is_some_and(|at| at <= self.now) {
@@ -547,8 +456,16 @@ impl Cluster {
             self.tick();
             return true;
         }
-        let Some((_, (host, life, part, input))) = self.queue.pop_first() else { return false };
-        if !self.hosts[host].is_up || self.hosts[host].life != life {
+        let Some(((_, sequence), (host, life, part, input))) = self.queue.pop_first() else {
+            return false;
+        };
+        let ClusterHost { is_up, life: current, stands, .. } = self.hosts[host];
+        if !is_up || current != life {
+            return true;
+        }
+        // What the plane has begun moves on while the process stands still.
+        if self.now < stands && !matches!(input, ClusterInput::Move(_)) {
+            self.queue.insert((stands, sequence), (host, life, part, input));
             return true;
         }
         match input {

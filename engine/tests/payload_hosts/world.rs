@@ -1,133 +1,81 @@
 //! Clients on several hosts, and what has to hold.
 
-use crate::cluster::{Cluster, PAGE, WayFaults, decode_name, prefill_name};
+use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, decode_name, prefill_name};
+use crate::step::HostStep;
+use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::payload::*;
-use kvferry_engine::core::{Machine, Nanos};
 use std::collections::{BTreeMap, BTreeSet};
-
-/// One thing that happens. Clients are numbered within their host, keys are request and chunk; the
-/// last chunk stands for none.
-#[derive(Clone, Debug)]
-pub(crate) enum HostStep {
-    Put {
-        host: usize,
-        client: usize,
-        key: (u8, u8),
-        bytes: u64,
-        receivers: u32,
-    },
-    /// From a host that is named, or from any.
-    Want {
-        host: usize,
-        client: usize,
-        key: (u8, u8),
-        from: Option<usize>,
-    },
-    Abandon {
-        host: usize,
-        client: usize,
-        key: (u8, u8),
-    },
-    Take {
-        host: usize,
-        client: usize,
-    },
-    Release {
-        host: usize,
-        client: usize,
-    },
-    End {
-        host: usize,
-        client: usize,
-        request: u8,
-        fails: bool,
-    },
-    CleanUp {
-        host: usize,
-        client: usize,
-        request: u8,
-    },
-    Replace {
-        host: usize,
-        client: usize,
-    },
-    /// All of a host is gone, and begins anew.
-    Crash {
-        host: usize,
-        is_told: bool,
-        down_ms: u64,
-    },
-    /// Two hosts do not hear each other for a while.
-    Cut {
-        hosts: (usize, usize),
-        ms: u64,
-    },
-    Faults(WayFaults),
-    /// The liar says what it may not, or somebody does whom nobody knows.
-    Lie {
-        host: usize,
-        what: u8,
-        number: u64,
-        key: (u8, u8),
-    },
-    Wait {
-        ms: u64,
-    },
-}
 
 /// What was put.
 #[derive(Debug)]
-struct HostPut {
-    key: PayloadKey,
-    deployment: usize,
-    host: usize,
-    bytes: u64,
-    receivers: u32,
+pub(crate) struct HostPut {
+    pub(crate) key: PayloadKey,
+    pub(crate) deployment: usize,
+    pub(crate) host: usize,
+    pub(crate) bytes: u64,
+    pub(crate) receivers: u32,
     /// Receivers that have it, or for whom it is there.
-    out: u32,
+    pub(crate) out: u32,
+    /// Given back on other hosts, at most; of these, with what was on its way, lost with a host.
+    pub(crate) away: u32,
+    pub(crate) lost: u32,
     /// Cleaned up, replaced, expired or gone with its host.
-    is_over: bool,
-    until: Option<Nanos>,
+    pub(crate) is_over: bool,
+    pub(crate) until: Option<Nanos>,
 }
 
 #[derive(Debug)]
-struct HostClaim {
-    claim: ClaimId,
-    key: PayloadKey,
-    pages: (u64, u64),
-    stamp: u64,
-    is_taken: bool,
+pub(crate) struct HostClaim {
+    pub(crate) claim: ClaimId,
+    pub(crate) key: PayloadKey,
+    pub(crate) pages: (u64, u64),
+    pub(crate) stamp: u64,
+    pub(crate) is_taken: bool,
 }
 
 #[derive(Debug)]
-struct HostClient {
-    id: PayloadClient,
-    deployment: usize,
-    stage: u8,
-    wants: BTreeMap<PayloadKey, Option<usize>>,
-    claims: Vec<HostClaim>,
+pub(crate) struct HostClient {
+    pub(crate) id: PayloadClient,
+    pub(crate) deployment: usize,
+    pub(crate) stage: u8,
+    pub(crate) wants: BTreeMap<PayloadKey, Option<usize>>,
+    pub(crate) claims: Vec<HostClaim>,
 }
 
 pub(crate) struct HostWorld {
     pub(crate) cluster: Cluster,
-    config: PayloadConfig,
-    clients: Vec<Vec<HostClient>>,
-    puts: BTreeMap<u64, HostPut>,
+    pub(crate) config: PayloadConfig,
+    pub(crate) clients: Vec<Vec<HostClient>>,
+    pub(crate) puts: BTreeMap<u64, HostPut>,
     /// The latest put of each key on each host.
-    latest: BTreeMap<(usize, usize, PayloadKey), u64>,
-    ended: BTreeSet<(usize, PayloadStream)>,
-    next: u64,
+    pub(crate) latest: BTreeMap<(usize, usize, PayloadKey), u64>,
+    pub(crate) ended: BTreeSet<(usize, PayloadStream)>,
+    /// What clients of each host wanted since it began.
+    wanted: Vec<BTreeSet<(usize, PayloadKey)>>,
+    /// Something was bad.
+    faulty: bool,
+    pub(crate) next: u64,
     /// A host without clients, for which somebody else speaks.
-    liar: Option<usize>,
-    lies: u32,
+    pub(crate) liar: Option<usize>,
+    pub(crate) lies: u32,
+    /// What ends at these times.
+    pub(crate) due: BTreeMap<(Nanos, u64), FaultEnd>,
+}
+
+/// The end of something that was bad.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FaultEnd {
+    Begin(usize),
+    Mend((usize, usize)),
+    Name(usize),
 }
 
 /// Deployment and stage of the clients of a host.
 const CLIENTS: [(usize, u8); 5] = [(0, 0), (0, 1), (0, 1), (1, 0), (1, 1)];
 
-fn stream(request: u8) -> PayloadStream {
+pub(crate) fn stream(request: u8) -> PayloadStream {
     PayloadStream::new("0", "1", &format!("request-{request}"))
 }
 
@@ -140,11 +88,9 @@ fn key((request, chunk): (u8, u8)) -> PayloadKey {
 
 impl HostWorld {
     /// With a liar, the last host is it.
-    pub(crate) fn new(hosts: usize, lies: bool, config: PayloadConfig, seed: u64) -> HostWorld {
-        let cluster = Cluster::new(hosts, config.clone(), seed, |config| {
-            config.settings.lease = Nanos::from_secs(2);
-            config.settings.orphan = Nanos::from_secs(2);
-        });
+    pub(crate) fn new(hosts: usize, lies: bool, settings: HostSettings, seed: u64) -> HostWorld {
+        let config = settings.payload.clone();
+        let cluster = Cluster::new(hosts, settings, seed);
         let mut world = HostWorld {
             cluster,
             config,
@@ -152,9 +98,12 @@ impl HostWorld {
             puts: BTreeMap::new(),
             latest: BTreeMap::new(),
             ended: BTreeSet::new(),
+            wanted: vec![BTreeSet::new(); hosts],
+            faulty: lies,
             next: 0,
             liar: lies.then(|| hosts - 1),
             lies: 0,
+            due: BTreeMap::new(),
         };
         for host in 0..hosts {
             let clients = world.begin_all(host);
@@ -163,7 +112,7 @@ impl HostWorld {
         world
     }
 
-    fn fresh(&mut self) -> u64 {
+    pub(crate) fn fresh(&mut self) -> u64 {
         self.next += 1;
         self.next
     }
@@ -184,12 +133,12 @@ impl HostWorld {
         HostClient { id, deployment, stage, wants: BTreeMap::new(), claims: Vec::new() }
     }
 
-    fn tell(&mut self, host: usize, client: PayloadClient, hook: PayloadHook) {
+    pub(crate) fn tell(&mut self, host: usize, client: PayloadClient, hook: PayloadHook) {
         self.cluster.payload(host, PayloadInput::Hook { client, hook });
         self.answers();
     }
 
-    fn answers(&mut self) {
+    pub(crate) fn answers(&mut self) {
         for (host, client, answer) in std::mem::take(&mut self.cluster.answers) {
             let of_host = &self.clients[host];
             let at = of_host.iter().position(|state| state.id == client).expect("it is there");
@@ -204,7 +153,7 @@ impl HostWorld {
         }
     }
 
-    fn check(&self, host: usize, pages: (u64, u64), stamp: u64) {
+    pub(crate) fn check(&self, host: usize, pages: (u64, u64), stamp: u64) {
         let memory = &self.cluster.hosts[host].memory;
         let found = &memory[pages.0 as usize..(pages.0 + pages.1) as usize];
         assert!(
@@ -243,6 +192,9 @@ impl HostWorld {
         let client = &mut self.clients[host][at];
         let deployment = client.deployment;
         assert!(client.wants.remove(key).is_some(), "{key} was wanted");
+        let is_of_hosts =
+            matches!(failure, PayloadFailure::NotMoved(_) | PayloadFailure::PeerGone(_));
+        assert!(self.faulty || !is_of_hosts, "all is well, and {key} does not come: {failure}");
         // Of what nobody has begun a liar is believed.
         if *failure == PayloadFailure::Ended && self.liar.is_none() {
             assert!(self.ended.contains(&(deployment, key.stream.clone())), "{key}");
@@ -254,13 +206,28 @@ impl HostWorld {
         self.clients[host].get(client)
     }
 
-    pub(crate) fn step(&mut self, step: HostStep) {
+    /// Whether a host is up, and its process goes on.
+    fn goes_on(&self, host: usize) -> bool {
+        let host = &self.cluster.hosts[host];
+        host.is_up && host.stands <= self.cluster.now
+    }
+
+    /// Hosts are counted around.
+    pub(crate) fn step(&mut self, mut step: HostStep) {
+        let hosts = self.clients.len();
+        if let Some(host) = step.of_clients() {
+            *host %= hosts;
+            if !self.goes_on(*host) {
+                return;
+            }
+        }
+        self.faulty |= step.is_bad();
         match step {
             HostStep::Put { host, client, key: named, bytes, receivers } => {
                 self.put((host, client), key(named), bytes, receivers);
             }
             HostStep::Want { host, client, key: named, from } => {
-                self.want((host, client), key(named), from);
+                self.want((host, client), key(named), from.map(|from| from % hosts));
             }
             HostStep::Abandon { host, client, key: named } => {
                 self.abandon((host, client), key(named));
@@ -274,19 +241,81 @@ impl HostWorld {
                 self.clean_up((host, client), stream(request));
             }
             HostStep::Replace { host, client } => self.replace(host, client),
-            HostStep::Crash { host, is_told, down_ms } => self.crash(host, is_told, down_ms),
-            HostStep::Cut { hosts, ms } => {
-                self.cluster.cut = Some(hosts);
-                self.wait(ms);
-                self.cluster.cut = None;
-            }
-            HostStep::Faults(faults) => self.cluster.faults = faults,
             HostStep::Lie { host, what, number, key: named } => {
                 self.lie(host, what, number, key(named));
             }
+            HostStep::Crash { host, is_told, down_ms } => {
+                self.crash(host % hosts, is_told, down_ms)
+            }
+            HostStep::Cut { hosts: (one, other), ms } => {
+                let cut = (one % hosts, other % hosts);
+                self.cluster.cut.push(cut);
+                self.ends_in(ms, FaultEnd::Mend(cut));
+            }
+            HostStep::Stand { host, ms } => {
+                let host = &mut self.cluster.hosts[host % hosts];
+                host.stands = host.stands.max(self.cluster.now + Nanos::from_ms(ms));
+            }
+            HostStep::Unname { host, other, ms } if self.goes_on(host % hosts) => {
+                let (host, other) = (host % hosts, other % hosts);
+                let others = (0..hosts).filter(|named| *named != other).collect();
+                self.cluster.name_others(host, others);
+                self.answers();
+                self.ends_in(ms, FaultEnd::Name(host));
+            }
+            HostStep::Unname { .. } => {}
+            HostStep::Faults(faults) => self.cluster.faults = faults,
             HostStep::Wait { ms } => self.wait(ms),
         }
         self.holds();
+    }
+
+    fn ends_in(&mut self, ms: u64, end: FaultEnd) {
+        let at = (self.cluster.now + Nanos::from_ms(ms), self.fresh());
+        self.due.insert(at, end);
+    }
+
+    /// Something bad is over.
+    fn fault_ends(&mut self, end: FaultEnd) {
+        match end {
+            FaultEnd::Begin(host) => {
+                self.cluster.restart(host);
+                self.clients[host] = self.begin_all(host);
+            }
+            FaultEnd::Mend(cut) => {
+                let place = self.cluster.cut.iter().position(|of| *of == cut);
+                place.map(|place| self.cluster.cut.swap_remove(place));
+            }
+            FaultEnd::Name(host) if self.goes_on(host) => {
+                self.cluster.name_others(host, (0..self.clients.len()).collect());
+                self.answers();
+            }
+            FaultEnd::Name(host) if self.cluster.hosts[host].is_up => {
+                let at = (self.cluster.hosts[host].stands, self.fresh());
+                self.due.insert(at, FaultEnd::Name(host));
+            }
+            // It hears of all when it begins.
+            FaultEnd::Name(_) => {}
+        }
+    }
+
+    /// All is well from now on.
+    pub(crate) fn mend(&mut self) {
+        self.cluster.faults = WayFaults::default();
+        let stand = self.cluster.hosts.iter().map(|host| host.stands);
+        let until = stand.max().unwrap_or_default();
+        self.wait(until.0.saturating_sub(self.cluster.now.0).div_ceil(1_000_000));
+        for end in std::mem::take(&mut self.due).into_values() {
+            self.fault_ends(end);
+        }
+        let Some(liar) = self.liar else { return };
+        for host in (0..self.clients.len()).filter(|host| *host != liar) {
+            let incarnation = Some(Incarnation(self.cluster.hosts[liar].life.into()));
+            let (peer, failure) = (decode_name(liar), Failure::PeerSilent);
+            let parted = DirectoryNews::Parted { peer, incarnation, failure };
+            self.cluster.payload(host, PayloadInput::PrefillPeer(parted));
+        }
+        self.answers();
     }
 
     fn put(&mut self, (host, client): (usize, usize), key: PayloadKey, bytes: u64, receivers: u32) {
@@ -313,6 +342,8 @@ impl HostWorld {
             bytes,
             receivers,
             out: 0,
+            away: 0,
+            lost: 0,
             is_over: false,
             until,
         };
@@ -320,6 +351,7 @@ impl HostWorld {
         if let Some(old) = self.latest.insert((host, deployment, key.clone()), stamp) {
             self.puts.get_mut(&old).expect("it was put").is_over = true;
         }
+        self.lose_copies(host, |put| (put.deployment, &put.key) == (deployment, &key));
         self.tell(host, id, PayloadHook::Put { slot, key, receivers });
     }
 
@@ -330,7 +362,8 @@ impl HostWorld {
         if !state.claims.iter().any(|claim| claim.key == key && !claim.is_taken) {
             state.wants.entry(key.clone()).or_insert(from);
         }
-        let id = state.id;
+        let (id, deployment) = (state.id, state.deployment);
+        self.wanted[host].insert((deployment, key.clone()));
         let hook = match from {
             Some(from) => PayloadHook::WantFrom { key, host: prefill_name(from) },
             None => PayloadHook::Want { key, producer: None },
@@ -344,15 +377,23 @@ impl HostWorld {
         let place = state.claims.iter().position(|claim| claim.key == key && !claim.is_taken);
         let id = state.id;
         let given_up = place.map(|place| state.claims.remove(place));
-        self.given_back(given_up.into_iter().collect());
+        self.given_back(host, given_up.into_iter().collect());
         self.tell(host, id, PayloadHook::Abandon { key });
     }
 
-    fn given_back(&mut self, claims: Vec<HostClaim>) {
+    pub(crate) fn given_back(&mut self, host: usize, claims: Vec<HostClaim>) {
         for claim in claims.into_iter().filter(|claim| !claim.is_taken) {
             if let Some(put) = self.puts.get_mut(&claim.stamp) {
                 put.out -= 1;
+                put.away += u32::from(put.host != host);
             }
+        }
+    }
+
+    /// A host has nothing any more of what it got of these puts, and perhaps got one more.
+    fn lose_copies(&mut self, host: usize, of: impl Fn(&HostPut) -> bool) {
+        for put in self.puts.values_mut().filter(|put| put.host != host && of(put)) {
+            put.lost += put.away + 1;
         }
     }
 
@@ -364,7 +405,7 @@ impl HostWorld {
         self.tell(host, id, PayloadHook::Take { claim });
     }
 
-    fn release(&mut self, host: usize, client: usize) {
+    pub(crate) fn release(&mut self, host: usize, client: usize) {
         let Some(state) = self.clients[host].get_mut(client) else { return };
         let Some(HostClaim { claim, pages, stamp, .. }) = state.claims.pop() else { return };
         let id = state.id;
@@ -389,6 +430,7 @@ impl HostWorld {
             let its = put.host == host && put.deployment == deployment;
             put.is_over |= its && put.key.stream == stream;
         }
+        self.lose_copies(host, |put| put.deployment == deployment && put.key.stream == stream);
         self.tell(host, id, PayloadHook::CleanUp { stream });
     }
 
@@ -398,26 +440,27 @@ impl HostWorld {
         }
         let new = self.begin(host, client);
         let old = std::mem::replace(&mut self.clients[host][client], new);
-        self.given_back(old.claims);
+        self.given_back(host, old.claims);
         self.tell(host, old.id, PayloadHook::Left);
     }
 
     /// What its clients had stays theirs: nobody knows what they made of it.
     fn crash(&mut self, host: usize, is_told: bool, down_ms: u64) {
+        if !self.cluster.hosts[host].is_up {
+            return;
+        }
         self.cluster.crash(host, is_told);
         self.clients[host].clear();
         self.puts.values_mut().filter(|put| put.host == host).for_each(|put| put.is_over = true);
-        self.wait(down_ms);
-        self.cluster.restart(host);
-        self.clients[host] = self.begin_all(host);
+        let wanted = std::mem::take(&mut self.wanted[host]);
+        self.lose_copies(host, |put| wanted.contains(&(put.deployment, put.key.clone())));
+        self.latest.retain(|(of, ..), _| *of != host);
+        self.ends_in(down_ms, FaultEnd::Begin(host));
     }
 
     /// The liar has a connection, and says to this host what it likes; or somebody does whom
     /// nobody knows.
     fn lie(&mut self, host: usize, what: u8, number: u64, key: PayloadKey) {
-        if !self.cluster.hosts[host].is_up {
-            return;
-        }
         let deployment = (what / 64 % 2).to_string();
         let place = ScopedKey { deployment: deployment.as_str().into(), key };
         let (to_source, is_known) = (what & 8 == 0, what & 32 == 0);
@@ -438,6 +481,10 @@ impl HostWorld {
         if let Some(liar) = self.liar.filter(|liar| is_known && *liar != host) {
             let peer = if to_source { decode_name(liar) } else { prefill_name(liar) };
             let incarnation = Incarnation(self.cluster.hosts[liar].life.into());
+            if to_source {
+                let met = DirectoryNews::Met { peer: peer.clone(), incarnation };
+                self.cluster.payload(host, PayloadInput::PrefillPeer(met));
+            }
             self.cluster.payload(host, wrap(DirectoryNews::Told { peer, incarnation, note }));
             return self.answers();
         }
@@ -454,8 +501,17 @@ impl HostWorld {
         self.answers();
     }
 
-    fn wait(&mut self, ms: u64) {
+    pub(crate) fn wait(&mut self, ms: u64) {
         let until = self.cluster.now + Nanos::from_ms(ms);
+        while let Some((&at, _)) = self.due.first_key_value().filter(|((at, _), _)| *at <= until) {
+            self.wait_until(at.0);
+            let end = self.due.remove(&at).expect("it was there");
+            self.fault_ends(end);
+        }
+        self.wait_until(until);
+    }
+
+    fn wait_until(&mut self, until: Nanos) {
         let mut steps = 0;
         while self.cluster.step(until) {
             steps += 1;
@@ -467,123 +523,9 @@ impl HostWorld {
         self.expire();
     }
 
-    fn expire(&mut self) {
+    pub(crate) fn expire(&mut self) {
         let now = self.cluster.now;
         let expired = |put: &&mut HostPut| put.until.is_some_and(|until| until <= now);
         self.puts.values_mut().filter(expired).for_each(|put| put.is_over = true);
-    }
-
-    /// Nobody writes what somebody reads, and no table is beyond its limit.
-    fn holds(&self) {
-        for (host, clients) in self.clients.iter().enumerate() {
-            for claim in clients.iter().flat_map(|client| &client.claims) {
-                self.check(host, claim.pages, claim.stamp);
-            }
-            let gauges = self.cluster.hosts[host].payload.gauges();
-            let limits = self.config.limits();
-            for (what, is, most) in [
-                ("payloads", gauges.transfers, limits.transfers),
-                ("slots", gauges.held, limits.held),
-                ("reservations", gauges.queued, limits.queued),
-                ("tombstones", gauges.tombstones, limits.tombstones),
-                ("entries", gauges.entries, limits.entries),
-                ("remembered", gauges.remembered, limits.remembered),
-            ] {
-                assert!(is <= most, "{is} {what} of host {host}, {most} at most");
-            }
-        }
-    }
-
-    /// Who waits, waits for what is not there.
-    fn nobody_waits_for_what_is_there(&self) {
-        for (host, clients) in self.clients.iter().enumerate() {
-            // One that holds what nobody wants may have no room in its share.
-            if self.cluster.hosts[host].payload.gauges().held > 0 {
-                continue;
-            }
-            for client in clients {
-                for (key, from) in &client.wants {
-                    let of_key =
-                        |((of, deployment, named), stamp): (&(usize, usize, PayloadKey), &u64)| {
-                            let put = &self.puts[stamp];
-                            let its = *deployment == client.deployment && named == key;
-                            let is_there = !put.is_over && put.out < put.receivers;
-                            (its && from.is_none_or(|from| from == *of) && is_there)
-                                .then(|| format!("{put:?}"))
-                        };
-                    let there: Vec<_> = self.latest.iter().filter_map(of_key).collect();
-                    assert!(there.is_empty(), "host {host} waits for {key}: {there:?}");
-                }
-            }
-        }
-    }
-
-    fn somebody_who_reads(&self) -> Option<(usize, usize)> {
-        let clients = |host: usize| self.clients[host].iter().enumerate();
-        let reads = |(at, client): (usize, &HostClient)| (!client.claims.is_empty()).then_some(at);
-        (0..self.clients.len()).find_map(|host| Some((host, clients(host).find_map(reads)?)))
-    }
-
-    /// When all is well again, what is there is had; when all who put are gone, nobody waits; and
-    /// when all are gone, nothing is left.
-    pub(crate) fn finish(&mut self) {
-        (self.cluster.faults, self.cluster.cut) = (WayFaults::default(), None);
-        self.wait(60_000);
-        while let Some((host, client)) = self.somebody_who_reads() {
-            self.release(host, client);
-            self.wait(1_000);
-        }
-        self.wait(10_000);
-        self.holds();
-        self.nobody_waits_for_what_is_there();
-        for stage in [0, 1] {
-            for host in 0..self.clients.len() {
-                let of_stage = |client: &HostClient| client.stage == stage;
-                while let Some(at) = self.clients[host].iter().position(of_stage) {
-                    let HostClient { id, claims, .. } = self.clients[host].remove(at);
-                    self.given_back(claims);
-                    self.tell(host, id, PayloadHook::Left);
-                }
-                self.wait(10_000);
-            }
-            for (host, client) in self
-                .clients
-                .iter()
-                .enumerate()
-                .flat_map(|(host, all)| all.iter().map(move |client| (host, client)))
-            {
-                let waits = client.wants.keys().find(|key| {
-                    let is_copy = |put: &HostPut| put.key == **key && put.out < put.receivers;
-                    !self.puts.values().any(is_copy)
-                });
-                assert!(waits.is_none(), "host {host} waits for {waits:?}, which nobody puts");
-            }
-        }
-        self.nothing_is_left();
-    }
-
-    fn nothing_is_left(&mut self) {
-        for host in 0..self.clients.len() {
-            for deployment in ["0", "1"] {
-                let last = PayloadClient(self.fresh() as u32);
-                let joined =
-                    PayloadHook::Joined { deployment: deployment.into(), stage: "9".into() };
-                self.tell(host, last, joined);
-                for request in 0..3 {
-                    self.tell(host, last, PayloadHook::CleanUp { stream: stream(request) });
-                }
-                self.tell(host, last, PayloadHook::Left);
-            }
-        }
-        self.wait(30_000);
-        for host in 0..self.clients.len() {
-            let core = &self.cluster.hosts[host].payload;
-            let gauges = core.gauges();
-            let left = [gauges.transfers, gauges.held, gauges.queued, gauges.peers, gauges.entries];
-            assert_eq!(left, [0; 5], "host {host}: {gauges:?}");
-            assert_eq!(core.free_bytes(), self.config.pool);
-            assert_eq!(self.cluster.at_work(host), [0; 4], "host {host}");
-        }
-        assert!(self.cluster.misuses <= self.lies, "nobody else broke a rule");
     }
 }

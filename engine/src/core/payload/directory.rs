@@ -3,12 +3,13 @@
 //! A host is believed of what it puts itself. It ends a want that names it; one that names nobody only
 //! if the stream is known to be its own, or if nobody else has begun that stream.
 
+use super::asks::{ASK_PAUSE, AskState, AskedHost, PayloadAsk};
 use super::exchange::{PayloadReceiver, WantSource};
 use super::fetch::FETCHES_MAX;
 use super::io::{PayloadEffect, PayloadFailure, PayloadHost};
 use super::note::{DirectoryCall, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use super::slots::ScopedStage;
-use super::source::cut;
+use super::source::{LOST_WAIT, cut};
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation};
@@ -16,14 +17,13 @@ use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Pause before a host that was lost is looked for again; doubles.
+/// Pause before a host that was lost is looked for again: as long as it has been lost, within these.
 const MEET_PAUSE: Nanos = Nanos::from_secs(1);
+const MEET_PAUSE_MAX: Nanos = Nanos::from_secs(32);
 
-/// Pause before a host is asked again, as there was no room.
-const ASK_PAUSE: Nanos = Nanos::from_ms(100);
-
-/// How often in a row that is tried to tell it what became of what it offered.
-const MEET_TRIES_MAX: u32 = 6;
+/// How long a host that was lost is to be told what became of what it offered: for longer than it waits
+/// for that.
+const DONE_WAIT: Nanos = LOST_WAIT.scale(2, 1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HostState {
@@ -37,6 +37,8 @@ enum HostState {
 #[derive(Debug)]
 pub(super) struct SourceHost {
     control: Endpoint,
+    /// One that is not named any more stays until it knows what became of what it offered.
+    is_named: bool,
     state: HostState,
     /// The incarnation that was met last.
     incarnation: Option<Incarnation>,
@@ -46,37 +48,8 @@ pub(super) struct SourceHost {
     done: BTreeMap<u64, bool>,
     /// Payloads that it is asked for.
     asks: u32,
-    /// Times in a row that it was lost.
-    lost: u32,
-}
-
-/// How far one host is with what it is asked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum AskState {
-    /// It is to be asked.
-    Unasked,
-    Asked,
-    /// Nobody there has begun the stream; somebody may, perhaps one of the stage that is there.
-    Absent {
-        has_stage: bool,
-    },
-    /// There is no room, there for the question or here for the answer: it is asked again.
-    Full,
-    Missing(PayloadFailure),
-}
-
-/// A payload that other hosts are asked for.
-#[derive(Debug, Default)]
-pub(super) struct PayloadAsk {
-    hosts: BTreeMap<EngineId, AskState>,
-    /// Times in a row that its bytes did not come.
-    failed: u32,
-}
-
-impl PayloadAsk {
-    pub(super) fn entries(&self) -> usize {
-        1 + self.hosts.len()
-    }
+    /// Since when it is lost.
+    lost: Option<Nanos>,
 }
 
 impl SourceHost {
@@ -88,7 +61,7 @@ impl SourceHost {
 impl PayloadCore {
     /// Whether a host is known as one that puts payloads.
     pub(super) fn knows(&self, host: &EngineId) -> bool {
-        self.sources.contains_key(host)
+        self.sources.get(host).is_some_and(|source| source.is_named)
     }
 
     pub(super) fn control_of(&self, host: &EngineId) -> Option<Endpoint> {
@@ -99,29 +72,44 @@ impl PayloadCore {
     pub(super) fn set_hosts(&mut self, hosts: Vec<PayloadHost>, turn: &mut PayloadTurn<'_>) {
         let named: BTreeSet<EngineId> = hosts.iter().map(|host| host.engine.clone()).collect();
         let left = self.sources.keys().filter(|host| !named.contains(*host)).cloned();
-        for host in left.collect::<Vec<_>>() {
-            self.source_parted(&host, turn);
-            self.sources.remove(&host);
-            self.timers.cancel(&PayloadTimer::Meet(host.clone()));
-            turn.push(PayloadEffect::DecodePeer(DirectoryCall::Leave { peer: host }));
+        let left: Vec<EngineId> = left.collect();
+        for host in &left {
+            self.unname_source(host, turn);
         }
         for PayloadHost { engine, control } in hosts {
             let fresh = SourceHost {
                 control: control.clone(),
+                is_named: true,
                 state: HostState::Unmet,
                 incarnation: None,
                 offered: 0,
                 done: BTreeMap::new(),
                 asks: 0,
-                lost: 0,
+                lost: None,
             };
             if engine != self.host.0 {
-                self.sources.entry(engine).or_insert(fresh).control = control;
+                let source = self.sources.entry(engine).or_insert(fresh);
+                (source.control, source.is_named) = (control, true);
             }
         }
         for place in self.wants.keys().cloned().collect::<Vec<_>>() {
             self.ask_hosts(&place, turn);
             self.settle_ask(&place, None, turn);
+        }
+        for host in left {
+            self.leave_if_idle(&host, turn);
+        }
+    }
+
+    /// A host is none of those that are asked any more.
+    fn unname_source(&mut self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
+        if planted!("who-is-named-no-more-hears-nothing") {
+            self.source_parted(host, turn);
+            self.sources.remove(host);
+            self.timers.cancel(&PayloadTimer::Meet(host.clone()));
+            turn.push(PayloadEffect::DecodePeer(DirectoryCall::Leave { peer: host.clone() }));
+        } else if let Some(source) = self.sources.get_mut(host) {
+            source.is_named = false;
         }
     }
 
@@ -147,14 +135,17 @@ impl PayloadCore {
             && !planted!("what-was-put-here-is-looked-for-elsewhere");
         for (_, source) in self.clients_waiting(place).into_iter().filter(|_| !is_here) {
             match source {
-                WantSource::Anybody => wanted.extend(self.sources.keys().cloned()),
+                WantSource::Anybody => {
+                    let named = self.sources.keys().filter(|host| self.knows(host));
+                    wanted.extend(named.cloned());
+                }
                 WantSource::Host(host) => {
                     wanted.insert(host);
                 }
                 WantSource::Here | WantSource::Process(_) => {}
             }
         }
-        wanted.retain(|host| self.sources.contains_key(host));
+        wanted.retain(|host| self.knows(host));
         let asked = self.asks.get(place).map(|ask| ask.hosts.keys().cloned());
         let asked: BTreeSet<EngineId> = asked.into_iter().flatten().collect();
         for host in asked.difference(&wanted) {
@@ -162,14 +153,13 @@ impl PayloadCore {
         }
         for host in wanted.difference(&asked) {
             let ask = self.asks.entry(place.clone()).or_default();
-            ask.hosts.insert(host.clone(), AskState::Unasked);
+            ask.hosts.insert(host.clone(), AskedHost::default());
             if let Some(source) = self.sources.get_mut(host) {
                 source.asks += 1;
             }
         }
         if wanted.is_empty() {
             self.asks.remove(place);
-            self.timers.cancel(&PayloadTimer::Ask(place.clone()));
             return self.cancel_fetch(place, turn);
         }
         self.say_wants(place, turn);
@@ -178,7 +168,8 @@ impl PayloadCore {
     /// A host is not asked for a payload any more.
     fn unask(&mut self, host: &EngineId, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
         let Some(ask) = self.asks.get_mut(place) else { return };
-        let state = ask.hosts.remove(host);
+        let state = ask.hosts.remove(host).map(|asked| asked.state);
+        self.timers.cancel(&PayloadTimer::Ask(place.clone(), host.clone()));
         if state.as_ref().is_some_and(AskState::is_open) {
             self.tell_source(host, PayloadNote::Unwant { place: place.clone() }, turn);
         }
@@ -189,7 +180,7 @@ impl PayloadCore {
     }
 
     /// Asks the hosts that are to be asked, unless one of them sends it already.
-    fn say_wants(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+    pub(super) fn say_wants(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
         if self.fetching.contains_key(place) {
             return;
         }
@@ -198,13 +189,13 @@ impl PayloadCore {
             return self.fail_clients(place, &PayloadFailure::Overload(what.into()), turn);
         }
         let Some(ask) = self.asks.get_mut(place) else { return };
-        let unasked = ask.hosts.iter_mut().filter(|(_, state)| **state == AskState::Unasked);
+        let unasked = ask.hosts.iter_mut().filter(|(_, of)| of.state == AskState::Unasked);
         let mut asked = Vec::new();
-        for (host, state) in unasked {
+        for (host, of) in unasked {
             if self.sources.get(host).is_some_and(|source| source.state == HostState::Met) {
-                *state = AskState::Asked;
+                of.state = AskState::Asked;
             }
-            asked.push((host.clone(), state.clone()));
+            asked.push((host.clone(), of.state.clone()));
         }
         for (host, state) in asked {
             if state == AskState::Asked {
@@ -235,9 +226,16 @@ impl PayloadCore {
 
     fn leave_if_idle(&mut self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
         let Some(source) = self.sources.get_mut(host) else { return };
-        if source.asks == 0 && source.done.is_empty() && source.state != HostState::Unmet {
+        if source.asks > 0 || !source.done.is_empty() {
+            return;
+        }
+        if source.state != HostState::Unmet {
             source.state = HostState::Unmet;
             turn.push(PayloadEffect::DecodePeer(DirectoryCall::Leave { peer: host.clone() }));
+        }
+        if !source.is_named && !self.fetches.values().any(|fetch| fetch.is_from(host)) {
+            self.sources.remove(host);
+            self.timers.cancel(&PayloadTimer::Meet(host.clone()));
         }
     }
 
@@ -255,27 +253,14 @@ impl PayloadCore {
             source.offered = 0;
             source.done.clear();
         }
-        (source.state, source.lost) = (HostState::Met, 0);
+        (source.state, source.lost) = (HostState::Met, None);
         // What it offers next may be what it is still to hear of.
-        for (number, got) in source.done.clone() {
-            self.tell_source(host, PayloadNote::Done { number, got }, turn);
-        }
+        self.tell_done(host, turn);
         for place in self.asks_of(host) {
             self.set_ask(host, &place, AskState::Unasked);
             self.say_wants(&place, turn);
         }
         self.leave_if_idle(host, turn);
-    }
-
-    fn asks_of(&self, host: &EngineId) -> Vec<ScopedKey> {
-        let asks = self.asks.iter().filter(|(_, ask)| ask.hosts.contains_key(host));
-        asks.map(|(place, _)| place.clone()).collect()
-    }
-
-    fn set_ask(&mut self, host: &EngineId, place: &ScopedKey, state: AskState) {
-        if let Some(ask) = self.asks.get_mut(place).and_then(|ask| ask.hosts.get_mut(host)) {
-            *ask = state;
-        }
     }
 
     /// A host is gone, or out of reach: who waits for it learns that.
@@ -285,9 +270,9 @@ impl PayloadCore {
             return;
         }
         source.state = HostState::Unmet;
-        let pause = MEET_PAUSE.scale(1 << source.lost.min(MEET_TRIES_MAX - 1), 1);
-        source.lost += 1;
-        if source.lost > MEET_TRIES_MAX {
+        let since = turn.now - *source.lost.get_or_insert(turn.now);
+        let pause = since.clamp(MEET_PAUSE, MEET_PAUSE_MAX);
+        if since >= DONE_WAIT {
             source.done.clear();
         } else if !source.done.is_empty() {
             self.timers.arm_if_idle(PayloadTimer::Meet(host.clone()), turn.now + pause);
@@ -300,16 +285,32 @@ impl PayloadCore {
             self.set_ask(host, &place, AskState::Missing(gone));
             self.settle_ask(&place, None, turn);
             // Others may put it, or this one when it is there again.
-            if self.asks.contains_key(&place) {
-                self.timers.arm_if_idle(PayloadTimer::Ask(place), turn.now + pause);
-            }
+            self.ask_in(host, &place, pause, turn);
         }
+        self.leave_if_idle(host, turn);
     }
 
     /// Looks for a host that does not know yet what became of what it offered.
     pub(super) fn meet_again(&mut self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
-        if self.sources.get(host).is_some_and(|source| !source.done.is_empty()) {
+        let Some(source) = self.sources.get(host) else { return };
+        if source.state == HostState::Met {
+            self.tell_done(host, turn);
+        } else if !source.done.is_empty() {
             self.meet(host, turn);
+        }
+    }
+
+    fn tell_done(&self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
+        let done = self.sources.get(host).into_iter().flat_map(|source| &source.done);
+        for (&number, &got) in done {
+            self.tell_source(host, PayloadNote::Done { number, got }, turn);
+        }
+    }
+
+    /// A host has not acknowledged so much that it cannot be told this now.
+    pub(super) fn done_untold(&mut self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
+        if self.sources.contains_key(host) {
+            self.timers.arm_if_idle(PayloadTimer::Meet(host.clone()), turn.now + ASK_PAUSE);
         }
     }
 
@@ -322,34 +323,24 @@ impl PayloadCore {
         said: Result<bool, PayloadFailure>,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if self.is_asked(host, place) {
+        if !self.is_asked(host, place) {
+            if let Err(PayloadFailure::Overload(_)) = said {
+                self.offer_is_void(host, place, turn);
+            }
+        } else {
             let state = match said {
                 Ok(has_stage) => AskState::Absent { has_stage },
                 Err(PayloadFailure::Overload(_)) => return self.ask_later(host, place, turn),
                 Err(failure) => AskState::Missing(cut(&failure)),
             };
+            let is_missing = matches!(state, AskState::Missing(_));
             self.set_ask(host, place, state);
             self.settle_ask(place, None, turn);
+            // Who waits on, as others may put it, waits for what is put here anew, too.
+            if is_missing && !planted!("who-lacks-it-once-lacks-it-for-ever") {
+                self.ask_after_pause(host, place, turn);
+            }
         }
-    }
-
-    /// There is no room: the host is asked again.
-    pub(super) fn ask_later(
-        &mut self,
-        host: &EngineId,
-        place: &ScopedKey,
-        turn: &mut PayloadTurn<'_>,
-    ) {
-        if self.asks.contains_key(place) {
-            self.timers.arm_if_idle(PayloadTimer::Ask(place.clone()), turn.now + ASK_PAUSE);
-            self.set_ask(host, place, AskState::Full);
-        }
-    }
-
-    /// Whether an answer of the host is due.
-    pub(super) fn is_asked(&self, host: &EngineId, place: &ScopedKey) -> bool {
-        let state = self.asks.get(place).and_then(|ask| ask.hosts.get(host));
-        state.is_some_and(AskState::is_open)
     }
 
     /// Whether an offer is none that was heard of before.
@@ -375,10 +366,10 @@ impl PayloadCore {
         (number, got): (u64, bool),
         turn: &mut PayloadTurn<'_>,
     ) {
-        let most = self.config.host_payloads_max as usize;
+        let most = 2 * self.config.host_payloads_max as usize;
         let Some(source) = self.sources.get_mut(host) else { return };
         if source.incarnation != Some(incarnation) {
-            return;
+            return self.leave_if_idle(host, turn);
         }
         if source.done.len() < most {
             source.done.insert(number, got);
@@ -399,15 +390,6 @@ impl PayloadCore {
         self.leave_if_idle(host, turn);
     }
 
-    /// A host offers something, and has to be asked anew for more; false if it was not asked.
-    pub(super) fn answered(&mut self, host: &EngineId, place: &ScopedKey) -> bool {
-        let is_asked = self.is_asked(host, place);
-        if is_asked {
-            self.set_ask(host, place, AskState::Unasked);
-        }
-        is_asked
-    }
-
     /// A fetch is over: who still waits is asked for, or told if the bytes do not come.
     pub(super) fn fetch_is_over(
         &mut self,
@@ -425,33 +407,6 @@ impl PayloadCore {
         }
         self.say_wants(place, turn);
         self.settle_ask(place, None, turn);
-    }
-
-    /// What came from another host is gone: for those who wait there may be more.
-    pub(super) fn ask_again(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
-        self.ask_those(place, |state| matches!(state, AskState::Missing(_)), turn);
-    }
-
-    /// Asks the hosts again that had no room, or were out of reach.
-    pub(super) fn ask_lost(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
-        let is_lost = |state: &AskState| {
-            matches!(state, AskState::Full | AskState::Missing(PayloadFailure::PeerGone(_)))
-        };
-        self.ask_those(place, is_lost, turn);
-    }
-
-    fn ask_those(
-        &mut self,
-        place: &ScopedKey,
-        which: impl Fn(&AskState) -> bool,
-        turn: &mut PayloadTurn<'_>,
-    ) {
-        if let Some(ask) = self.asks.get_mut(place) {
-            for state in ask.hosts.values_mut().filter(|state| which(state)) {
-                *state = AskState::Unasked;
-            }
-        }
-        self.say_wants(place, turn);
     }
 
     /// Tells those of this host who wait for a payload that it does not come.
@@ -512,8 +467,8 @@ impl PayloadCore {
             return told.cloned();
         }
         let is_here = self.stages.contains_key(&ScopedStage::that_puts(place));
-        let open = |state: &AskState| {
-            matches!(state, AskState::Unasked | AskState::Asked | AskState::Full)
+        let open = |of: &AskedHost| {
+            matches!(of.state, AskState::Unasked | AskState::Asked | AskState::Full)
         };
         let is_begun = self.producers.get(&place.stream()).is_some();
         if !planted!("any-host-ends-a-stream") && (is_begun || ask.hosts.values().any(open)) {
@@ -527,26 +482,10 @@ impl PayloadCore {
         if let Some(failure) = said().find(|failure| !is_gone(failure)) {
             return Some(failure.clone());
         }
-        let has_stage = |state: &AskState| *state == AskState::Absent { has_stage: true };
+        let has_stage = |of: &AskedHost| of.state == AskState::Absent { has_stage: true };
         if is_here || ask.hosts.values().any(has_stage) {
             return None;
         }
         said().next().or(stage_left).cloned()
-    }
-}
-
-impl AskState {
-    /// True if an answer may come.
-    fn is_open(&self) -> bool {
-        matches!(self, AskState::Asked | AskState::Absent { .. })
-    }
-}
-
-impl PayloadAsk {
-    fn missing(&self, host: &EngineId) -> Option<&PayloadFailure> {
-        match self.hosts.get(host)? {
-            AskState::Missing(failure) => Some(failure),
-            _ => None,
-        }
     }
 }

@@ -30,6 +30,13 @@ pub(super) struct HeldPayload {
     pub(super) origin: Option<CopyOrigin>,
 }
 
+impl HeldPayload {
+    /// True if there is some of it for whoever comes.
+    pub(super) fn is_free(&self) -> bool {
+        self.left > 0
+    }
+}
+
 /// Who gets a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum PayloadReceiver {
@@ -172,11 +179,15 @@ impl PayloadCore {
     /// The next one who gets what is there.
     fn next_waiting(&mut self, place: &ScopedKey, is_copy: bool) -> Option<PayloadReceiver> {
         let waiting = self.wants.get_mut(place)?;
-        // What is of another host is had there.
-        let may = |waits: &WaitingReceiver| {
-            !is_copy || matches!(waits.receiver, PayloadReceiver::Client(_))
+        // What came from another host came for those of this one. Only what they leave is for others.
+        let is_client =
+            |waits: &WaitingReceiver| matches!(waits.receiver, PayloadReceiver::Client(_));
+        let client = waiting.iter().position(is_client);
+        let next = match client.filter(|_| is_copy) {
+            Some(client) => client,
+            None if is_copy && planted!("what-is-left-of-a-copy-is-for-nobody") => return None,
+            None => 0,
         };
-        let next = waiting.iter().position(may)?;
         let receiver = waiting.remove(next)?.receiver;
         if waiting.is_empty() {
             self.wants.remove(place);

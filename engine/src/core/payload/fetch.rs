@@ -42,6 +42,12 @@ pub(super) struct PayloadFetch {
     is_cancelled: bool,
 }
 
+impl PayloadFetch {
+    pub(super) fn is_from(&self, host: &EngineId) -> bool {
+        self.origin.host == *host
+    }
+}
+
 fn share_of(place: &ScopedKey) -> PoolShare {
     let is_fetched = !planted!("what-comes-has-the-share-of-what-is-put");
     PoolShare { stage: ScopedStage::that_puts(place), is_fetched }
@@ -60,6 +66,10 @@ impl PayloadCore {
             DirectoryNews::Told { peer, incarnation, note } => {
                 self.source_said((peer, incarnation), note, turn);
             }
+            DirectoryNews::Untold { peer, note, .. } => match note {
+                PayloadNote::Want { place } => self.want_untold(&peer, &place, turn),
+                _ => self.done_untold(&peer, turn),
+            },
         }
     }
 
@@ -173,8 +183,22 @@ impl PayloadCore {
             return;
         };
         let (host, place) = (fetch.origin.host.clone(), fetch.place.clone());
-        self.ask_later(&host, &place, turn);
+        self.ask_when_there_is_room(&host, &place, turn);
         self.cancel_fetch(&place, turn);
+    }
+
+    /// The host that offered a payload has no room to have it pulled: not now.
+    pub(super) fn offer_is_void(
+        &mut self,
+        host: &EngineId,
+        place: &ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let fetch = self.fetching.get(place).and_then(|id| self.fetches.get(id));
+        if fetch.is_some_and(|fetch| fetch.is_from(host) && fetch.state == FetchState::Asked) {
+            self.ask_later(host, place, turn);
+            self.cancel_fetch(place, turn);
+        }
     }
 
     /// There is no room for a payload that comes, as the host ends.
@@ -226,12 +250,18 @@ impl PayloadCore {
             self.fetch_done(&host, incarnation, (number, got), turn);
         }
         if got {
+            self.ask_is_met(&place);
             self.keep(fetch, slot, turn);
         }
         if is_late {
             self.fetch_done(&host, incarnation, (number, got), turn);
         }
         match failure {
+            // One of the hosts is at its limit: that ends.
+            Some(Failure::Overload) if !planted!("a-full-table-fails-a-fetch") => {
+                self.ask_later(&host, &place, turn);
+                self.fetch_is_over(&place, None, turn);
+            }
             Some(failure) if failure != Failure::Cancelled => {
                 let peer = host.clone();
                 self.fetch_is_over(&place, Some(&failure), turn);

@@ -326,9 +326,10 @@ pub struct PayloadConfig {
     pub clients_max: u32,
     /// Payloads that one client wants, or has got and not released.
     pub payloads_max: u32,
-    /// Other hosts that get payloads here, at a time.
+    /// Other hosts that want or get payloads here, at a time; more wait.
     pub hosts_max: u32,
-    /// Payloads that one of them wants, or was offered and has not settled; for more it waits.
+    /// Payloads that one of them wants, or was offered and has not settled; for more it waits. As many
+    /// again that are there for it are offered nevertheless.
     pub host_payloads_max: u32,
     /// Slots that one client waits for at a time.
     pub reservations_max: u32,

@@ -49,6 +49,7 @@
 //! assert_eq!(tell(thinker, ended), [(talker, missing)]);
 //! ```
 
+mod asks;
 mod clients;
 mod directory;
 mod ends;
@@ -66,15 +67,16 @@ use super::machine::{Gauges, Machine, Outbox, Turn};
 use super::recent_set::RecentMap;
 use super::time::Nanos;
 use super::timers::Timers;
+use asks::PayloadAsk;
 use clients::PayloadClientState;
-use directory::{PayloadAsk, SourceHost};
+use directory::SourceHost;
 use ends::ScopedStream;
 use exchange::{HeldPayload, PayloadClaim, WaitingReceiver, WantSource};
 use fetch::PayloadFetch;
 pub use io::*;
 pub use note::{DirectoryCall, DirectoryNews, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use slots::{PoolShare, ReservationOwner, ScopedStage, SlotTable};
-use source::PayloadSource;
+use source::{PayloadSource, PeerHost};
 pub use source::{pool_geometry, pool_layout};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -86,8 +88,10 @@ enum PayloadTimer {
     Hold(ScopedKey),
     /// A host that was lost is looked for again.
     Meet(EngineId),
-    /// Hosts that had no room are asked again.
-    Ask(ScopedKey),
+    /// A host with loans is out of reach for long.
+    Lost(PeerHost),
+    /// A host that had no room for this, or did not have it, is asked again.
+    Ask(ScopedKey, EngineId),
     /// A payload that comes waits no longer for room.
     Room(u64),
 }
@@ -341,9 +345,10 @@ impl PayloadCore {
             match timer {
                 PayloadTimer::Wait(client, ticket) => self.wait_over(client, ticket, turn),
                 PayloadTimer::Hold(place) => self.forget(&place, &PayloadFailure::Expired, turn),
-                PayloadTimer::Ask(place) => self.ask_lost(&place, turn),
+                PayloadTimer::Ask(place, host) => self.ask_is_due(&host, &place, turn),
                 PayloadTimer::Room(fetch) => self.room_is_over(fetch, turn),
                 PayloadTimer::Meet(host) => self.meet_again(&host, turn),
+                PayloadTimer::Lost(host) => self.receiver_lost(host, turn),
             }
         }
     }

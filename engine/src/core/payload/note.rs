@@ -96,7 +96,7 @@ pub enum DirectoryCall {
     Meet { peer: EngineId, control: Endpoint },
     /// A decode: nothing is expected of it any more.
     Leave { peer: EngineId },
-    /// Tell a peer that was met. What cannot be told parts from it.
+    /// Tell a peer that was met. What cannot be told parts from it, or is [`DirectoryNews::Untold`].
     Tell { peer: EngineId, incarnation: Incarnation, note: PayloadNote },
 }
 
@@ -114,4 +114,7 @@ pub enum DirectoryNews {
     },
     /// A peer that was met says something.
     Told { peer: EngineId, incarnation: Incarnation, note: PayloadNote },
+    /// A decode: there was no room for a [`PayloadNote::Want`] or [`PayloadNote::Done`] beside what
+    /// the peer has not acknowledged. It is to be told again later.
+    Untold { peer: EngineId, incarnation: Incarnation, note: PayloadNote },
 }

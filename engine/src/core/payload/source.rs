@@ -6,15 +6,16 @@
 //! ([`PayloadNote::Done`]). As long as the host has not said so, and has not begun anew, the payload is
 //! its own and nobody else's.
 
-use super::exchange::{PayloadReceiver, WantSource};
+use super::exchange::{HeldPayload, PayloadReceiver, WantSource};
 use super::io::{ClaimId, PayloadEffect, PayloadFailure};
 use super::note::{DirectoryCall, DirectoryNews, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use super::slots::ScopedStage;
-use super::{PayloadCore, PayloadTurn, pool};
+use super::{PayloadCore, PayloadTimer, PayloadTurn, pool};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, RequestId, StepId, TransferId, TransferKey};
 use crate::core::layout::{BlockList, Geometry, KvGroup, LayerLayout};
 use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg};
+use crate::core::time::Nanos;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -22,7 +23,7 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct PeerHost(u32);
 
-/// A host that gets payloads.
+/// A host that gets payloads, as long as it wants or has some.
 #[derive(Debug)]
 struct ReceivingHost {
     engine: EngineId,
@@ -111,6 +112,10 @@ fn request_of(number: u64) -> RequestId {
     RequestId(number.to_string().into())
 }
 
+/// How long a host that is out of reach may still say what became of what was lent to it; the host
+/// says it for longer, see `directory`.
+pub(super) const LOST_WAIT: Nanos = Nanos::from_secs(120);
+
 /// Most bytes of names that one host can have remembered.
 const HOST_NAMES_MAX: usize = 16 << 20;
 
@@ -143,11 +148,9 @@ impl PayloadCore {
                 self.receiver_parted(host, failure == Failure::PeerRestarted, turn);
             }
             DirectoryNews::Told { peer, incarnation, note } => {
-                match self.receiver(&peer, Some(incarnation)) {
-                    Some(host) => self.receiver_said(host, note, turn),
-                    None => self.stranger_said(peer, incarnation, note, turn),
-                }
+                self.receiver_said((peer, incarnation), note, turn);
             }
+            DirectoryNews::Untold { .. } => {}
         }
     }
 
@@ -162,71 +165,79 @@ impl PayloadCore {
         incarnation: Incarnation,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if let Some(host) = self.receiver(&engine, Some(incarnation)) {
-            if let Some(host) = self.source.hosts.get_mut(&host) {
-                host.is_up = true;
-            }
-            return;
+        let Some(host) = self.source.by_name.get(&engine).copied() else { return };
+        if self.receiver(&engine, Some(incarnation)).is_none() {
+            return self.receiver_parted(host, true, turn);
         }
-        if let Some(host) = self.source.by_name.get(&engine) {
-            self.receiver_parted(*host, true, turn);
+        self.timers.cancel(&PayloadTimer::Lost(host));
+        if let Some(host) = self.source.hosts.get_mut(&host) {
+            host.is_up = true;
         }
-        if self.source.hosts.len() >= self.config.hosts_max as usize {
-            return;
+    }
+
+    /// The entry of a host that wants something, if there is room for it.
+    fn admit_receiver(
+        &mut self,
+        (engine, incarnation): (&EngineId, Incarnation),
+        place: &ScopedKey,
+        turn: &mut PayloadTurn<'_>,
+    ) -> Option<PeerHost> {
+        self.receiver_met(engine.clone(), incarnation, turn);
+        if let Some(host) = self.receiver(engine, Some(incarnation)) {
+            return Some(host);
+        }
+        let most = self.places_for(place) * self.config.hosts_max as usize;
+        if self.source.hosts.len() >= most {
+            return None;
         }
         self.source.last_host += 1;
         let host = PeerHost(self.source.last_host);
         self.source.by_name.insert(engine.clone(), host);
-        let wants = BTreeSet::new();
+        let (engine, wants) = (engine.clone(), BTreeSet::new());
         let met = ReceivingHost { engine, incarnation, is_up: true, wants, loans: 0, named: 0 };
         self.source.hosts.insert(host, met);
+        Some(host)
     }
 
-    /// A host does not wait any more. What was lent to it stays so, unless it has begun anew: then
-    /// nobody knows whether it gave it to somebody.
+    /// A host does not wait any more. What was lent to it stays so for a while, unless it has begun
+    /// anew: then nobody knows whether it gave it to somebody.
     fn receiver_parted(&mut self, host: PeerHost, is_over: bool, turn: &mut PayloadTurn<'_>) {
         let Some(parted) = self.source.hosts.get_mut(&host) else { return };
         parted.is_up = false;
+        let has_loans = parted.loans > 0;
         for place in std::mem::take(&mut parted.wants) {
             self.source.unname(host, &place);
             self.unwant(PayloadReceiver::Host(host), &place, turn);
         }
         if is_over && !planted!("a-restarted-host-keeps-its-loans") {
-            let open = self.source.open.iter().filter(|((_, of), _)| *of == host);
-            for number in open.map(|(_, number)| *number).collect::<Vec<_>>() {
-                self.loan_done(number, true, turn);
-            }
+            self.receiver_lost(host, turn);
+        } else if has_loans && !planted!("a-lost-host-keeps-its-loans") {
+            self.timers.arm_if_idle(PayloadTimer::Lost(host), turn.now + LOST_WAIT);
         }
         self.forget_receiver(host);
     }
 
-    fn forget_receiver(&mut self, host: PeerHost) {
-        let Some(parted) = self.source.hosts.get(&host) else { return };
-        if !parted.is_up && parted.loans == 0 {
-            if self.source.by_name.get(&parted.engine) == Some(&host) {
-                self.source.by_name.remove(&parted.engine);
-            }
-            self.source.hosts.remove(&host);
+    /// What a host may have got goes to nobody else, and is waited for no longer: the host has begun
+    /// anew, or is out of reach for so long that it does not say any more what became of it.
+    pub(super) fn receiver_lost(&mut self, host: PeerHost, turn: &mut PayloadTurn<'_>) {
+        let open = self.source.open.iter().filter(|((_, of), _)| *of == host);
+        for number in open.map(|(_, number)| *number).collect::<Vec<_>>() {
+            self.loan_done(number, true, turn);
         }
     }
 
-    /// Who found no room among the hosts gets nothing, and is told so.
-    fn stranger_said(
-        &mut self,
-        peer: EngineId,
-        incarnation: Incarnation,
-        note: PayloadNote,
-        turn: &mut PayloadTurn<'_>,
-    ) {
-        let note = match note {
-            PayloadNote::Want { place } => {
-                let failure = PayloadFailure::Overload("hosts that get payloads".into());
-                PayloadNote::Missing { place, failure }
-            }
-            PayloadNote::Done { number, .. } => PayloadNote::Settled { number },
-            _ => return,
-        };
-        turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell { peer, incarnation, note }));
+    /// A host that neither wants nor has anything leaves its place to others.
+    fn forget_receiver(&mut self, host: PeerHost) {
+        let Some(idle) = self.source.hosts.get(&host) else { return };
+        let is_idle = idle.wants.is_empty() && idle.loans == 0;
+        if !is_idle || idle.is_up && planted!("idle-hosts-take-a-place") {
+            return;
+        }
+        if self.source.by_name.get(&idle.engine) == Some(&host) {
+            self.source.by_name.remove(&idle.engine);
+        }
+        self.source.hosts.remove(&host);
+        self.timers.cancel(&PayloadTimer::Lost(host));
     }
 
     fn tell_receiver(&self, host: PeerHost, note: PayloadNote, turn: &mut PayloadTurn<'_>) {
@@ -252,36 +263,94 @@ impl PayloadCore {
         }
         let note = PayloadNote::Missing { place: place.clone(), failure: cut(why) };
         self.tell_receiver(host, note, turn);
+        self.forget_receiver(host);
     }
 
-    fn receiver_said(&mut self, host: PeerHost, note: PayloadNote, turn: &mut PayloadTurn<'_>) {
+    fn receiver_said(
+        &mut self,
+        (peer, incarnation): (EngineId, Incarnation),
+        note: PayloadNote,
+        turn: &mut PayloadTurn<'_>,
+    ) {
+        let host = self.receiver(&peer, Some(incarnation));
         match note {
-            PayloadNote::Want { place } => self.receiver_wants(host, place, turn),
+            PayloadNote::Want { place } => {
+                match self.admit_receiver((&peer, incarnation), &place, turn) {
+                    Some(host) => {
+                        self.receiver_wants(host, place, turn);
+                        self.forget_receiver(host);
+                    }
+                    None => {
+                        let full = || PayloadFailure::Overload("hosts that get payloads".into());
+                        let over = self
+                            .over(&place)
+                            .filter(|_| !planted!("what-never-comes-waits-for-a-place"));
+                        let failure = over.map_or_else(full, |why| cut(&why));
+                        let note = PayloadNote::Missing { place, failure };
+                        turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell {
+                            peer,
+                            incarnation,
+                            note,
+                        }));
+                    }
+                }
+            }
             PayloadNote::Unwant { place } => {
+                let Some(host) = host else { return };
                 let Some(of) = self.source.hosts.get_mut(&host) else { return };
                 if of.wants.remove(&place) {
                     self.source.unname(host, &place);
                     self.unwant(PayloadReceiver::Host(host), &place, turn);
+                    self.forget_receiver(host);
                 }
             }
             PayloadNote::Done { number, got } => {
-                let loan = self.source.loans.get(&number);
-                let is_its =
-                    |loan: &PayloadLoan| loan.host == host || planted!("any-host-ends-a-loan");
-                if loan.is_some_and(is_its) {
+                let is_its = |loan: &PayloadLoan| {
+                    Some(loan.host) == host || planted!("any-host-ends-a-loan")
+                };
+                if self.source.loans.get(&number).is_some_and(is_its) {
                     self.loan_done(number, got, turn);
                 }
-                self.tell_receiver(host, PayloadNote::Settled { number }, turn);
+                let note = PayloadNote::Settled { number };
+                turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell {
+                    peer,
+                    incarnation,
+                    note,
+                }));
             }
             PayloadNote::Offer { .. }
             | PayloadNote::Missing { .. }
             | PayloadNote::Absent { .. }
             | PayloadNote::Settled { .. } => {
-                if let Some(of) = self.source.hosts.get(&host) {
-                    let peer = of.engine.clone();
-                    self.peer_misused(peer, "it gets payloads here, and puts none", turn);
-                }
+                self.peer_misused(peer, "it gets payloads here, and puts none", turn);
             }
+        }
+    }
+
+    /// How many times as many may want this: what is there needs no waiting, and does not wait behind
+    /// what nobody may ever put.
+    fn places_for(&self, place: &ScopedKey) -> usize {
+        let is_there = self.payloads.get(place).is_some_and(HeldPayload::is_free);
+        if is_there && !planted!("what-is-there-waits-behind-what-is-not") { 2 } else { 1 }
+    }
+
+    /// What there is no room for in what a host wants, if so.
+    fn full_of_wants(&self, host: PeerHost, place: &ScopedKey) -> Option<&'static str> {
+        let of = self.source.hosts.get(&host)?;
+        let share = self.places_for(place);
+        let has = of.wants.len() + of.loans as usize;
+        if place.text_len() > REMOTE_NAMES_MAX {
+            Some("bytes in the names of a payload that another host wants")
+        } else if has >= share * self.config.host_payloads_max as usize
+            && !planted!("hosts-want-without-limit")
+        {
+            Some("payloads that one host wants")
+        } else if of.named + place.text_len() > share * HOST_NAMES_MAX
+            && !planted!("hosts-want-names-of-any-length")
+        {
+            Some("bytes in the names of the payloads that one host wants")
+        } else {
+            None
         }
     }
 
@@ -289,26 +358,15 @@ impl PayloadCore {
         if let Some(number) = self.source.open.get(&(place.clone(), host)) {
             return self.lend_again(*number, turn);
         }
-        let Some(of) = self.source.hosts.get(&host) else { return };
-        if of.wants.contains(&place) {
+        if self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place)) {
             return self.tell_absent(host, place, turn);
         }
-        let has = of.wants.len() + of.loans as usize;
-        let full = if place.text_len() > REMOTE_NAMES_MAX {
-            Some("bytes in the names of a payload that another host wants")
-        } else if has >= self.config.host_payloads_max as usize
-            && !planted!("hosts-want-without-limit")
-        {
-            Some("payloads that one host wants")
-        } else if of.named + place.text_len() > HOST_NAMES_MAX
-            && !planted!("hosts-want-names-of-any-length")
-        {
-            Some("bytes in the names of the payloads that one host wants")
-        } else {
-            None
-        };
+        let full = self.full_of_wants(host, &place);
         let overload = full.map(|what| PayloadFailure::Overload(what.into()));
-        if let Some(failure) = overload.or_else(|| self.over(&place)) {
+        // What does not come is not worth another question.
+        let over = self.over(&place);
+        let waits = overload.is_some() && planted!("what-never-comes-waits-for-a-place");
+        if let Some(failure) = over.filter(|_| !waits).or(overload) {
             return self.tell_missing(host, &place, &failure, turn);
         }
         if let Some(of) = self.source.hosts.get_mut(&host) {
@@ -386,16 +444,23 @@ impl PayloadCore {
 
     /// The prefill core tells.
     pub(super) fn lent(&mut self, answer: PrefillAnswer, turn: &mut PayloadTurn<'_>) {
-        let (request, unread) = match answer {
+        let (request, unread, is_refused) = match answer {
             PrefillAnswer::SourceFree { request, failure } => {
-                (request, failure == Some(Failure::NotFetched))
+                (request, failure == Some(Failure::NotFetched), false)
             }
-            PrefillAnswer::Rejected { request, .. } => (request, true),
+            PrefillAnswer::Rejected { request, .. } => (request, true, true),
             PrefillAnswer::PreemptionSafe { .. } => return,
         };
         let Ok(number) = request.0.parse::<u64>() else { return };
         let Some(loan) = self.source.loans.get_mut(&number) else { return };
         loan.is_pulled = false;
+        if is_refused && !planted!("an-offer-that-is-void-stands") {
+            let what = "payloads that other hosts pull here";
+            let failure = PayloadFailure::Overload(what.into());
+            let (host, place) = (loan.host, loan.place.clone());
+            self.tell_receiver(host, PayloadNote::Missing { place, failure }, turn);
+        }
+        let Some(loan) = self.source.loans.get(&number) else { return };
         if unread && loan.got.is_none() {
             // Nobody came for it, nor can any more.
             return self.loan_done(number, false, turn);

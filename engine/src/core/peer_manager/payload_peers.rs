@@ -66,10 +66,18 @@ impl PeerManager {
                     |of: &PayloadPeer| of.engine == peer && of.incarnation == Some(incarnation);
                 let peers = &self.payload_peers.peers;
                 let found = peers.iter().find(|(_, of)| is_it(of)).map(|(id, _)| *id);
-                if let Some(connection) = found {
-                    // One that is full ends with this.
-                    let _ = self.send(connection, Message::Payload { note }, turn);
+                let Some(connection) = found else { return };
+                // Others are what the peer waits for: one that is full of them ends.
+                let is_said_again =
+                    matches!(note, PayloadNote::Want { .. } | PayloadNote::Done { .. });
+                let full = is_said_again
+                    && !self.peers.has_room_for_more(connection)
+                    && !planted!("many-wants-end-a-connection");
+                if full {
+                    let untold = DirectoryNews::Untold { peer, incarnation, note };
+                    return turn.push(CoreEffect::Directory(untold));
                 }
+                let _ = self.send(connection, Message::Payload { note }, turn);
             }
         }
     }

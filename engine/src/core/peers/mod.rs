@@ -326,6 +326,12 @@ impl Peers {
         Ok(())
     }
 
+    /// True if one more message finds room in the queue of a connection.
+    pub(super) fn has_room_for_more(&self, connection: ConnectionId) -> bool {
+        let state = self.connections.get(&connection);
+        state.is_some_and(|state| state.channel.queued() < self.config.queue_max as usize)
+    }
+
     /// Says whether the owner waits for the peer, e.g. because transfers with it are under way.
     /// Only while it does, or while messages are unacknowledged, the peer is probed and its
     /// silence noticed. Unknown connections are ignored.

@@ -1,0 +1,67 @@
+//! Hosts that begin anew, or are out of reach, or are named no more.
+
+use super::{HostBench, TALKER, chunk};
+use crate::cluster::{PAGE, prefill_name};
+use kvferry_engine::core::payload::*;
+use kvferry_engine::core::{Machine, Nanos};
+
+#[test]
+fn what_a_host_got_that_never_comes_back_is_not_waited_for() {
+    let mut bench = HostBench::new(3, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want_from(1, chunk(0), 0);
+    bench.until_told();
+    bench.arrived();
+    // Before it could say that it has it; and it has nothing to do with the other one any more.
+    bench.cluster.crash(1, false);
+    bench.cluster.restart(1);
+    bench.want_from(2, chunk(0), 0);
+    bench.pass(100_000);
+    assert_eq!(bench.told(), [], "it may say so yet");
+    bench.pass(40_000);
+    assert_eq!(bench.missing(), PayloadFailure::Taken);
+    bench.at_rest();
+}
+
+#[test]
+fn a_host_out_of_reach_says_what_became_of_it_when_it_is_back() {
+    let mut bench = HostBench::new(3, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want_from(1, chunk(0), 0);
+    while !bench.cluster.is_reading(1) {
+        let now = bench.cluster.now;
+        assert!(bench.cluster.step(now + Nanos::from_secs(1)));
+    }
+    bench.cluster.cut.push((0, 1));
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    bench.want_from(2, chunk(0), 0);
+    // New wants in vain do not make it give up sooner.
+    for _ in 0..20 {
+        bench.pass(5_000);
+        bench.want_from(1, chunk(1), 0);
+    }
+    bench.told().iter().for_each(|(host, ..)| assert_eq!(*host, 1));
+    bench.cluster.cut.clear();
+    bench.pass(40_000);
+    assert_eq!(bench.arrived().0, 2);
+}
+
+#[test]
+fn who_is_named_no_more_hears_what_became_of_it() {
+    let mut bench = HostBench::new(3, 16);
+    bench.put(0, chunk(0), 4 * PAGE, 1);
+    bench.cluster.faults.late = 100;
+    bench.want_from(1, chunk(0), 0);
+    while !bench.cluster.is_reading(1) {
+        let now = bench.cluster.now;
+        assert!(bench.cluster.step(now + Nanos::from_secs(1)));
+    }
+    bench.cluster.name_others(1, vec![2]);
+    bench.pass(1_000);
+    assert_eq!(bench.missing(), PayloadFailure::PeerGone(prefill_name(0).0));
+    bench.want_from(2, chunk(0), 0);
+    bench.pass(10_000);
+    assert_eq!(bench.arrived().0, 2);
+    let gauges = bench.cluster.hosts[1].payload.gauges();
+    assert_eq!((gauges.entries, gauges.remembered), (0, 2), "the other host, and a stage");
+}

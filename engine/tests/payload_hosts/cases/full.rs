@@ -1,0 +1,164 @@
+//! Hosts, tables and queues that are full.
+
+use super::{HostBench, OTHER, TALKER, THINKER, chunk, stream};
+use crate::cluster::{HostSettings, PAGE};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::config::CoreSettings;
+use kvferry_engine::core::payload::*;
+
+fn pool_of(pages: u64) -> PayloadConfig {
+    PayloadConfig { pool: pages * PAGE, ..PayloadConfig::default() }
+}
+
+fn settings(payload: PayloadConfig) -> HostSettings {
+    let core = CoreSettings { lease: Nanos::from_secs(3), ..CoreSettings::default() };
+    HostSettings::new(payload, core)
+}
+
+/// How many payloads arrived.
+fn arrivals(bench: &mut HostBench) -> usize {
+    let arrived = |answer: &PayloadAnswer| matches!(answer, PayloadAnswer::Arrived { .. });
+    bench.told().iter().filter(|(.., answer)| arrived(answer)).count()
+}
+
+#[test]
+fn a_host_that_wants_nothing_takes_no_place() {
+    let mut bench = HostBench::with(4, PayloadConfig { hosts_max: 1, ..pool_of(16) });
+    for (host, index) in [(1, 0), (2, 1), (3, 2), (1, 3)] {
+        bench.want_from(host, chunk(index), 0);
+        bench.pass(50);
+        bench.put(0, chunk(index), 5, 1);
+        bench.pass(50);
+        assert_eq!(bench.arrived().0, host);
+    }
+    // One that waits has it until it waits no longer.
+    bench.want_from(1, chunk(4), 0);
+    bench.pass(50);
+    bench.want_from(2, chunk(5), 0);
+    bench.pass(500);
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(4) });
+    bench.pass(1_000);
+    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+    bench.pass(20);
+    assert_eq!(bench.missing(), PayloadFailure::Ended);
+}
+
+#[test]
+fn what_is_there_does_not_wait_behind_what_is_not() {
+    let limits = [
+        PayloadConfig { hosts_max: 1, ..pool_of(16) },
+        PayloadConfig { host_payloads_max: 1, ..pool_of(16) },
+    ];
+    for (config, host) in limits.into_iter().zip([2, 1]) {
+        let mut bench = HostBench::with(3, config);
+        bench.want_from(1, chunk(0), 0);
+        bench.pass(50);
+        bench.want_from(host, chunk(1), 0);
+        bench.pass(50);
+        assert_eq!(bench.told(), []);
+        bench.put(0, chunk(1), 5, 1);
+        bench.pass(1_000);
+        assert_eq!(bench.arrived().0, host);
+    }
+}
+
+#[test]
+fn what_never_comes_does_not_wait_for_a_place() {
+    let limits = [
+        PayloadConfig { hosts_max: 1, ..pool_of(16) },
+        PayloadConfig { host_payloads_max: 1, ..pool_of(16) },
+    ];
+    for (config, host) in limits.into_iter().zip([2, 1]) {
+        let mut bench = HostBench::with(3, config);
+        bench.want_from(1, PayloadStream::new("0", "1", "another").whole(), 0);
+        bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+        bench.pass(50);
+        bench.want_from(host, chunk(0), 0);
+        bench.pass(50);
+        assert_eq!(bench.missing(), PayloadFailure::Ended);
+    }
+}
+
+#[test]
+fn what_is_refused_costs_little() {
+    let mut bench = HostBench::with(2, PayloadConfig { host_payloads_max: 1, ..pool_of(16) });
+    for index in 0..9 {
+        bench.want(1, TALKER, chunk(index));
+    }
+    bench.pass(20_000);
+    let notes = bench.cluster.notes;
+    bench.pass(64_000);
+    // Each of the eight asks every 6.4 s, and is answered.
+    assert!(bench.cluster.notes - notes <= 8 * 2 * 11, "{}", bench.cluster.notes - notes);
+}
+
+#[test]
+fn a_host_of_which_much_is_wanted_hears_all_of_it() {
+    let queue_max = 24;
+    let mut bench = HostBench::set(2, HostSettings { queue_max, ..settings(pool_of(256)) });
+    for index in 0..64 {
+        bench.want(1, TALKER, chunk(index));
+    }
+    // What it answers has to find room as well.
+    for index in 0..64 {
+        bench.put(0, chunk(index), 5, 1);
+        bench.pass(50);
+    }
+    bench.pass(60_000);
+    assert_eq!(arrivals(&mut bench), 64);
+}
+
+#[test]
+fn a_core_at_its_limit_refuses_nothing_for_good() {
+    let core = |set: fn(&mut CoreSettings)| {
+        let mut settings = settings(pool_of(64));
+        set(&mut settings.core);
+        settings
+    };
+    let limits: [fn(&mut CoreSettings); 2] =
+        [|core| core.requests_max = 1, |core| core.receivers_max = 1];
+    for limit in limits {
+        let mut bench = HostBench::set(3, core(limit));
+        bench.cluster.faults.late = 30;
+        for index in 0..8 {
+            bench.put(0, chunk(index), PAGE, 1);
+            let host = 1 + index as usize % 2;
+            bench.tell(host, TALKER, PayloadHook::Want { key: chunk(index), producer: None });
+        }
+        // Long before an offer that nobody can pull would be over by itself.
+        bench.pass(25_000);
+        assert_eq!(arrivals(&mut bench), 8);
+    }
+}
+
+#[test]
+fn what_is_left_of_a_copy_is_for_other_hosts() {
+    let mut bench = HostBench::new(3, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(50);
+    assert_eq!(bench.arrived().0, 1);
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    bench.want(2, OTHER, chunk(0));
+    bench.pass(500);
+    let (host, client, claim, _, stamp) = bench.arrived();
+    assert_eq!((host, client, stamp), (2, OTHER, 1));
+    bench.tell(2, OTHER, PayloadHook::Release { claim });
+    bench.pass(500);
+    bench.at_rest();
+}
+
+#[test]
+fn who_lacks_it_may_put_it_again() {
+    let mut bench = HostBench::new(3, 16);
+    bench.join(1, THINKER, "0");
+    // Two hosts have begun the stream, of which one has ended it.
+    bench.put(1, chunk(0), 5, 1);
+    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+    bench.want(2, TALKER, chunk(1));
+    bench.pass(500);
+    assert_eq!(bench.told(), []);
+    bench.put(0, chunk(1), 5, 1);
+    bench.pass(7_000);
+    assert_eq!(bench.arrived().0, 2);
+}

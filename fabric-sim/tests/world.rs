@@ -16,6 +16,7 @@ fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> InstanceSettings {
         host: name.into(),
         node: name.into(),
         role,
+        is_pool: false,
         tp,
         dp_rank: 0,
         dp_size: 1,
@@ -91,6 +92,9 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
         memory: MemoryFidelity::Bytes,
         mode,
         prefix_tokens: 512,
+        streams: Vec::new(),
+        served: Served::Requests,
+        hosts: Vec::new(),
         requests: (0..requests)
             .map(|n| request(at(n), 40 + 97 * n % 500, u64::from(n) + 1, 4))
             .collect(),

@@ -6,8 +6,9 @@ use super::{CheckContext, Invariant, LivenessBounds};
 use crate::observation::{
     Observation, ObservationKind, PayloadSight, ReceiverOutcome, SimProcessId,
 };
+use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{ClientId, LegId, TransferKey};
-use kvferry_engine::core::message::{DecodeHook, Mode, PrefillAnswer};
+use kvferry_engine::core::message::{DecodeHook, Message, Mode, PrefillAnswer};
 use kvferry_engine::core::payload::PayloadFailure;
 use kvferry_engine::core::router::LegEvent;
 use kvferry_engine::core::time::Nanos;
@@ -172,6 +173,7 @@ impl Invariant for EveryRequestEnds {
             PrefillAnswer,
             Stepped,
             Completed,
+            FrameArrived,
             Payload,
         ]
     }
@@ -184,6 +186,12 @@ impl Invariant for EveryRequestEnds {
         }
         if let Observation::Payload { host, sight } = seen {
             return self.payload(now, *host, sight);
+        }
+        if let Observation::FrameArrived { from, to, frame } = seen {
+            if matches!(frame, Frame::Data { message: Message::Payload { .. }, .. }) {
+                self.payloads.note(now.at, *from, *to);
+            }
+            return;
         }
         self.check_if_still(now);
         if matches!(seen, Observation::Completed { outcome: Completion::Failed { .. }, .. }) {

@@ -24,6 +24,8 @@ pub(super) struct PayloadWaits {
     /// Where the producer of a stream is.
     sources: BTreeMap<u32, u16>,
     produced: BTreeMap<u32, (SimProcessId, Nanos, (u32, ProducerEnd))>,
+    /// When a payload core last heard another one, by their processes.
+    heard: BTreeMap<(SimProcessId, SimProcessId), Nanos>,
     /// Streams of the workload; those behind are the world's own.
     own: u32,
     /// Hosts forget what ended sooner than by default.
@@ -63,6 +65,21 @@ impl PayloadWaits {
         self.sources.get(&stream).copied()
     }
 
+    /// A note reached the prefill core of a host, from the decode core of another one.
+    pub(super) fn note(&mut self, at: Nanos, from: SimProcessId, to: SimProcessId) {
+        self.heard.insert((to, from), at);
+    }
+
+    /// True if a receiver is known to wait for what was at a host when that was lost: it had got what
+    /// was put before there, or had asked there.
+    fn is_known(&self, waits: &WaitingStage, source: SimProcessId, lost: Nanos) -> bool {
+        let WaitingStage { host, chunk, since, is_named } = *waits;
+        let reader = SimProcessId { instance: host.instance + 1, ..host };
+        let heard = self.heard.get(&(source, reader));
+        let has_asked = is_named && heard.is_some_and(|at| since < *at && *at < lost);
+        since < lost && (chunk > 0 && source.instance != host.instance || has_asked)
+    }
+
     pub(super) fn follow(&mut self, at: Nanos, host: SimProcessId, sight: &PayloadSight<'_>) {
         match *sight {
             PayloadSight::Begins { stream } => {
@@ -92,7 +109,7 @@ impl PayloadWaits {
     ) -> Option<String> {
         let waits = self.waiting.get(&(stream, receiver))?;
         let (source, ended, (_, how)) = self.produced.get(&stream)?;
-        let is_known = (waits.is_named || waits.chunk > 0) && waits.since < *ended;
+        let is_known = self.is_known(waits, *source, *ended);
         let due = now.state.last_fault.max(*ended) + limits.end();
         let is_late = *how == ProducerEnd::HostGone && is_known && now.at > due;
         is_late.then(|| {
@@ -114,7 +131,7 @@ impl PayloadWaits {
         let waits = self.waiting.get(&(stream, receiver))?;
         let (source, ended, (put, how)) = self.produced.get(&stream)?;
         let is_known = match how {
-            ProducerEnd::HostGone => (waits.is_named || waits.chunk > 0) && waits.since < *ended,
+            ProducerEnd::HostGone => self.is_known(waits, *source, *ended),
             // Nobody knows of what it would have put.
             ProducerEnd::Left if *put == 0 => false,
             _ => now.state.is_current(*source) && !self.forgets,

@@ -42,8 +42,8 @@ pub(super) struct SourceHost {
     state: HostState,
     /// The incarnation that was met last.
     incarnation: Option<Incarnation>,
-    /// The highest number that it offered in that incarnation.
-    offered: u64,
+    /// What it offered, by number, that is on its way.
+    coming: BTreeSet<u64>,
     /// What became of what it offered, as long as it may not know.
     done: BTreeMap<u64, bool>,
     /// Payloads that it is asked for.
@@ -54,7 +54,7 @@ pub(super) struct SourceHost {
 
 impl SourceHost {
     pub(super) fn entries(&self) -> usize {
-        self.done.len()
+        self.done.len() + self.coming.len()
     }
 }
 
@@ -82,7 +82,7 @@ impl PayloadCore {
                 is_named: true,
                 state: HostState::Unmet,
                 incarnation: None,
-                offered: 0,
+                coming: BTreeSet::new(),
                 done: BTreeMap::new(),
                 asks: 0,
                 lost: None,
@@ -249,11 +249,15 @@ impl PayloadCore {
         if source.state == HostState::Unmet {
             return;
         }
-        if source.incarnation.replace(incarnation) != Some(incarnation) {
-            source.offered = 0;
+        let before = source.incarnation.replace(incarnation);
+        if before != Some(incarnation) {
+            source.coming.clear();
             source.done.clear();
         }
         (source.state, source.lost) = (HostState::Met, None);
+        if before.is_some_and(|before| before != incarnation) {
+            self.source_began_anew(host, turn);
+        }
         // What it offers next may be what it is still to hear of.
         self.tell_done(host, turn);
         for place in self.asks_of(host) {
@@ -261,6 +265,21 @@ impl PayloadCore {
             self.say_wants(&place, turn);
         }
         self.leave_if_idle(host, turn);
+    }
+
+    /// What was asked of a host before it began anew is gone with that.
+    fn source_began_anew(&mut self, host: &EngineId, turn: &mut PayloadTurn<'_>) {
+        if planted!("who-begins-anew-has-what-it-had") {
+            return;
+        }
+        for place in self.asks_of(host) {
+            let asked = self.asks.get(&place).and_then(|ask| ask.hosts.get(host));
+            if asked.is_some_and(|asked| asked.state.is_open()) {
+                let gone = PayloadFailure::PeerGone(host.0.clone());
+                self.set_ask(host, &place, AskState::Missing(gone));
+                self.settle_ask(&place, None, turn);
+            }
+        }
     }
 
     /// A host is gone, or out of reach: who waits for it learns that.
@@ -329,6 +348,9 @@ impl PayloadCore {
             }
         } else {
             let state = match said {
+                Ok(_) if self.was_of_former(host, place) => {
+                    AskState::Missing(PayloadFailure::PeerGone(host.0.clone()))
+                }
                 Ok(has_stage) => AskState::Absent { has_stage },
                 Err(PayloadFailure::Overload(_)) => return self.ask_later(host, place, turn),
                 Err(failure) => AskState::Missing(cut(&failure)),
@@ -343,7 +365,8 @@ impl PayloadCore {
         }
     }
 
-    /// Whether an offer is none that was heard of before.
+    /// Whether an offer is none that is on its way, or ended before the host knew. What is offered again
+    /// has its number, and may come behind those with larger ones.
     pub(super) fn is_new_offer(
         &mut self,
         host: &EngineId,
@@ -351,11 +374,16 @@ impl PayloadCore {
         number: u64,
     ) -> bool {
         let Some(source) = self.sources.get_mut(host) else { return false };
-        if source.incarnation != Some(incarnation) || number <= source.offered {
-            return false;
-        }
-        source.offered = number;
-        true
+        source.incarnation == Some(incarnation)
+            && !source.done.contains_key(&number)
+            && source.coming.insert(number)
+    }
+
+    /// True if a stream came from an incarnation of this host that is gone.
+    fn was_of_former(&self, host: &EngineId, place: &ScopedKey) -> bool {
+        let now = self.sources.get(host).and_then(|source| source.incarnation);
+        let of_stream = self.stream_host.get(&place.stream());
+        of_stream.is_some_and(|(whose, of)| whose == host && Some(*of) != now)
     }
 
     /// Tells a host what became of what it offered, until it knows.
@@ -371,6 +399,7 @@ impl PayloadCore {
         if source.incarnation != Some(incarnation) {
             return self.leave_if_idle(host, turn);
         }
+        source.coming.remove(&number);
         if source.done.len() < most {
             source.done.insert(number, got);
         }
@@ -462,7 +491,7 @@ impl PayloadCore {
         ask: &PayloadAsk,
         stage_left: Option<&PayloadFailure>,
     ) -> Option<PayloadFailure> {
-        let told = self.stream_host.get(&place.stream()).and_then(|host| ask.missing(host));
+        let told = self.stream_host.get(&place.stream()).and_then(|(host, _)| ask.missing(host));
         if told.is_some() {
             return told.cloned();
         }

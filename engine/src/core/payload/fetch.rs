@@ -291,7 +291,8 @@ impl PayloadCore {
     /// Hands out what came.
     fn keep(&mut self, fetch: PayloadFetch, slot: Option<SlotId>, turn: &mut PayloadTurn<'_>) {
         let PayloadFetch { place, origin, .. } = fetch;
-        self.stream_host.insert(place.stream(), origin.host.clone());
+        let host = (origin.host.clone(), origin.incarnation);
+        self.stream_host.insert(place.stream(), host);
         match slot {
             None => self.hold_more(&place, turn),
             Some(slot) => self.hold(place, slot, (1, Some(origin)), turn),

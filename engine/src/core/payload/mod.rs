@@ -125,8 +125,8 @@ pub struct PayloadCore {
     /// What comes from them, and of which payload each is.
     fetches: BTreeMap<u64, PayloadFetch>,
     fetching: BTreeMap<ScopedKey, u64>,
-    /// The other host that puts the chunks of a stream.
-    stream_host: RecentMap<ScopedStream, EngineId>,
+    /// The other host that puts the chunks of a stream, in which incarnation.
+    stream_host: RecentMap<ScopedStream, (EngineId, Incarnation)>,
     /// The prefill core of this host.
     host: (EngineId, Incarnation),
     timers: Timers<PayloadTimer>,

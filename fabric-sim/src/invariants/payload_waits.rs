@@ -28,8 +28,9 @@ pub(super) struct PayloadWaits {
     heard: BTreeMap<(SimProcessId, SimProcessId), Nanos>,
     /// Streams of the workload; those behind are the world's own.
     own: u32,
-    /// Hosts forget what ended sooner than by default.
-    forgets: bool,
+    /// Hosts remember less of what ended than by default, or take fewer questions of each other, so that
+    /// some wait until others have ended.
+    is_tight: bool,
     /// Instances that take nothing new any more.
     pub(super) drained: BTreeSet<u16>,
 }
@@ -38,11 +39,13 @@ impl PayloadWaits {
     pub(super) fn new(run: &Run) -> PayloadWaits {
         let usual = PayloadConfig::default();
         let few = |host: &PayloadConfig| {
-            host.tombstones_max < usual.tombstones_max || host.streams_max < usual.streams_max
+            host.tombstones_max < usual.tombstones_max
+                || host.streams_max < usual.streams_max
+                || host.host_payloads_max < usual.host_payloads_max
         };
         PayloadWaits {
             own: run.streams.len() as u32,
-            forgets: run.hosts.iter().any(|host| few(&host.config)),
+            is_tight: run.hosts.iter().any(|host| few(&host.config)),
             ..PayloadWaits::default()
         }
     }
@@ -134,7 +137,7 @@ impl PayloadWaits {
             ProducerEnd::HostGone => self.is_known(waits, *source, *ended),
             // Nobody knows of what it would have put.
             ProducerEnd::Left if *put == 0 => false,
-            _ => now.state.is_current(*source) && !self.forgets,
+            _ => now.state.is_current(*source) && !self.is_tight,
         };
         let is_told = is_known && self.are_well(now, [source.instance, waits.host.instance]);
         is_told.then(|| {

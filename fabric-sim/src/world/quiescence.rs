@@ -23,6 +23,11 @@ const STUCK: Nanos = Nanos::from_secs(60);
 /// Without any progress for this long, faults that have not hit yet are not going to.
 const IDLE: Nanos = Nanos::from_secs(20);
 
+/// Hosts that were cut off from each other for good remember what they have to tell for longer.
+fn rest(run: &Run) -> Nanos {
+    Nanos::from_secs(if run.hosts.is_empty() { 30 } else { 300 })
+}
+
 /// Where a run is on its way to the end.
 #[derive(Debug)]
 pub(super) struct Quiescence {
@@ -59,7 +64,7 @@ impl Quiescence {
         let limits = LivenessBounds::of(run);
         Quiescence {
             within: run.expect.within,
-            hold: limits.lease.scale(2, 1) + limits.silent + Nanos::from_secs(30),
+            hold: limits.lease.scale(2, 1) + limits.silent + rest(run),
             stuck: if run.hosts.is_empty() { STUCK } else { STUCK + limits.lease.scale(4, 1) },
             progress: Nanos::ZERO,
             served: Nanos::ZERO,

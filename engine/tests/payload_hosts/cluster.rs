@@ -490,6 +490,13 @@ impl Cluster {
         !self.hosts[host].reads.is_empty()
     }
 
+    /// Entries and messages of the prefill and the decode core of a host.
+    pub(crate) fn rest(&self, host: usize) -> [u32; 4] {
+        let [prefill, decode] =
+            [self.hosts[host].prefill.gauges(), self.hosts[host].decode.gauges()];
+        [prefill.entries, prefill.queued, decode.entries, decode.queued]
+    }
+
     /// What the prefill and the decode core of a host still have to do.
     pub(crate) fn at_work(&self, host: usize) -> [u32; 4] {
         let [prefill, decode] =

@@ -68,14 +68,16 @@ fn limit(small: std::ops::Range<u32>, ample: u32) -> impl Strategy<Value = u32> 
 }
 
 fn payload(pages: std::ops::Range<u64>) -> impl Strategy<Value = PayloadConfig> {
-    let remembered = (1..6u32, limit(1..6, 4_096));
+    let remembered = (1..6u32, limit(1..6, 4_096), prop_oneof![Just(60_000), 500..8_000u64]);
     let tables = (limit(1..8, 20), 1..6u32, limit(1..6, 20), limit(1..3, 1_024), remembered);
     let hold = prop_oneof![Just(0), 1..8_000u64, Just(300_000)];
     (pages, hold, tables).prop_map(|(pages, hold, tables)| {
-        let (slots_max, payloads_max, host_payloads_max, hosts_max, (streams, tombstones)) = tables;
+        let (slots_max, payloads_max, host_payloads_max, hosts_max, (streams, tombstones, room)) =
+            tables;
         PayloadConfig {
             pool: pages * PAGE,
             hold: Nanos::from_ms(hold),
+            room: Nanos::from_ms(room),
             slots_max,
             payloads_max,
             hosts_max,

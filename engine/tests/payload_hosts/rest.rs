@@ -1,6 +1,6 @@
 //! What has to hold meanwhile, and in the end.
 
-use crate::world::{HostClient, HostPut, HostWorld, stream};
+use crate::world::{HostClient, HostPut, HostWorld, key, stream};
 use kvferry_engine::core::Machine;
 use kvferry_engine::core::payload::*;
 
@@ -38,10 +38,6 @@ impl HostWorld {
     /// Who waits, waits for what is not there.
     fn nobody_waits_for_what_is_there(&self) {
         for (host, clients) in self.clients.iter().enumerate() {
-            // One that holds what nobody wants may have no room in its share.
-            if self.cluster.hosts[host].payload.gauges().held > 0 {
-                continue;
-            }
             for client in clients {
                 for (key, from) in &client.wants {
                     let its =
@@ -70,11 +66,8 @@ impl HostWorld {
         (0..self.clients.len()).find_map(|host| Some((host, clients(host).find_map(reads)?)))
     }
 
-    /// When all is well again, what is there is had; when all who put are gone, nobody waits; and
-    /// when all are gone, nothing is left.
-    pub(crate) fn finish(&mut self) {
-        self.mend();
-        self.wait(200_000);
+    /// Until nothing comes any more that somebody could read.
+    fn all_is_read(&mut self) {
         while self.somebody_who_reads().is_some() {
             while let Some((host, client)) = self.somebody_who_reads() {
                 self.release(host, client);
@@ -82,6 +75,58 @@ impl HostWorld {
             }
             self.wait(15_000);
         }
+    }
+
+    /// One more client of each host and deployment has what nobody else waits for, so that there is
+    /// room for what somebody waits for.
+    fn what_nobody_wants_is_had(&mut self) {
+        for (host, deployment) in (0..self.clients.len()).flat_map(|host| [(host, 0), (host, 1)]) {
+            if self.clients[host].is_empty() {
+                continue;
+            }
+            let client = self.begin_of(host, (deployment, 1));
+            self.clients[host].push(client);
+            let at = self.clients[host].len() - 1;
+            for named in (0..3).flat_map(|request| (0..3).map(move |chunk| (request, chunk))) {
+                let key = key(named);
+                let of_deployment = |client: &&HostClient| client.deployment == deployment;
+                let mut clients = self.clients.iter().flatten().filter(of_deployment);
+                if clients.any(|client| client.wants.contains_key(&key)) {
+                    continue;
+                }
+                loop {
+                    self.want((host, at), key.clone(), Some(host));
+                    if self.clients[host][at].claims.is_empty() {
+                        break;
+                    }
+                    self.release(host, at);
+                }
+                self.abandon((host, at), key);
+            }
+        }
+        self.wait(30_000);
+    }
+
+    /// What is waited for in vain costs little.
+    fn little_is_said(&mut self) {
+        let wants = self.clients.iter().flatten().map(|client| client.wants.len()).sum::<usize>();
+        let (notes, fetches) = (self.cluster.notes, self.cluster.fetches);
+        self.wait(64_000);
+        let (notes, fetches) = (self.cluster.notes - notes, self.cluster.fetches - fetches);
+        // Each host is asked every 6.4 s and answers; or every 1.8 s, and what it has finds no room.
+        let most = (wants * self.clients.len()) as u64;
+        assert!(notes <= most * 4 * 40 && fetches <= most * 40, "{notes} notes for {wants} wants");
+    }
+
+    /// When all is well again, what is there is had; when all who put are gone, nobody waits; and
+    /// when all are gone, nothing is left.
+    pub(crate) fn finish(&mut self) {
+        self.mend();
+        self.wait(200_000);
+        self.all_is_read();
+        self.what_nobody_wants_is_had();
+        self.all_is_read();
+        self.little_is_said();
         self.holds();
         self.nobody_waits_for_what_is_there();
         for stage in [0, 1] {
@@ -137,6 +182,7 @@ impl HostWorld {
             assert_eq!(left, [0; 5], "host {host}: {gauges:?}");
             assert_eq!(core.free_bytes(), self.config.pool);
             assert_eq!(self.cluster.at_work(host), [0; 4], "host {host}");
+            assert_eq!(self.cluster.rest(host), [0; 4], "host {host}");
         }
         assert!(self.cluster.misuses <= self.lies, "nobody else broke a rule");
     }

@@ -2,10 +2,10 @@
 
 use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, decode_name, prefill_name};
 use crate::step::HostStep;
-use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::payload::*;
+use kvferry_engine::core::{Machine, Nanos};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What was put.
@@ -79,7 +79,7 @@ pub(crate) fn stream(request: u8) -> PayloadStream {
     PayloadStream::new("0", "1", &format!("request-{request}"))
 }
 
-fn key((request, chunk): (u8, u8)) -> PayloadKey {
+pub(crate) fn key((request, chunk): (u8, u8)) -> PayloadKey {
     match chunk {
         2 => stream(request).whole(),
         chunk => stream(request).chunk(chunk.into()),
@@ -123,7 +123,10 @@ impl HostWorld {
     }
 
     fn begin(&mut self, host: usize, client: usize) -> HostClient {
-        let (deployment, stage) = CLIENTS[client];
+        self.begin_of(host, CLIENTS[client])
+    }
+
+    pub(crate) fn begin_of(&mut self, host: usize, (deployment, stage): (usize, u8)) -> HostClient {
         let id = PayloadClient(self.fresh() as u32);
         let joined = PayloadHook::Joined {
             deployment: deployment.to_string().into(),
@@ -195,6 +198,8 @@ impl HostWorld {
         let is_of_hosts =
             matches!(failure, PayloadFailure::NotMoved(_) | PayloadFailure::PeerGone(_));
         assert!(self.faulty || !is_of_hosts, "all is well, and {key} does not come: {failure}");
+        let is_full = self.faulty || self.cluster.hosts[host].payload.gauges().held > 0;
+        assert!(is_full || !matches!(failure, PayloadFailure::PoolFull { .. }), "{key}: {failure}");
         // Of what nobody has begun a liar is believed.
         if *failure == PayloadFailure::Ended && self.liar.is_none() {
             assert!(self.ended.contains(&(deployment, key.stream.clone())), "{key}");
@@ -355,7 +360,12 @@ impl HostWorld {
         self.tell(host, id, PayloadHook::Put { slot, key, receivers });
     }
 
-    fn want(&mut self, (host, client): (usize, usize), key: PayloadKey, from: Option<usize>) {
+    pub(crate) fn want(
+        &mut self,
+        (host, client): (usize, usize),
+        key: PayloadKey,
+        from: Option<usize>,
+    ) {
         // Nobody of the stage is ever there.
         let from = from.filter(|from| self.liar != Some(*from));
         let Some(state) = self.clients[host].get_mut(client) else { return };
@@ -371,7 +381,7 @@ impl HostWorld {
         self.tell(host, id, hook);
     }
 
-    fn abandon(&mut self, (host, client): (usize, usize), key: PayloadKey) {
+    pub(crate) fn abandon(&mut self, (host, client): (usize, usize), key: PayloadKey) {
         let Some(state) = self.clients[host].get_mut(client) else { return };
         state.wants.remove(&key);
         let place = state.claims.iter().position(|claim| claim.key == key && !claim.is_taken);

@@ -45,6 +45,8 @@ pub(super) struct PayloadAsk {
     pub(super) hosts: BTreeMap<EngineId, AskedHost>,
     /// Times in a row that its bytes did not come.
     pub(super) failed: u32,
+    /// Since when there is no room for it here.
+    roomless: Option<Nanos>,
 }
 
 impl AskState {
@@ -149,13 +151,23 @@ impl PayloadCore {
         }
     }
 
-    /// There is no room here for what the host has: it is asked again.
+    /// There was no room here since then for what the host has, which is so long: it is asked again, or
+    /// those who wait are told.
     pub(super) fn ask_when_there_is_room(
         &mut self,
-        host: &EngineId,
-        place: &ScopedKey,
+        (host, place): (&EngineId, &ScopedKey),
+        (since, bytes): (Nanos, u64),
         turn: &mut PayloadTurn<'_>,
     ) {
+        let room = self.config.room;
+        let Some(ask) = self.asks.get_mut(place) else { return };
+        let since = *ask.roomless.get_or_insert(since);
+        let is_over = room != Nanos::ZERO && turn.now >= since + room;
+        if is_over && !planted!("room-is-waited-for-for-ever") {
+            ask.roomless = None;
+            let failure = self.slots.full(bytes, self.shares());
+            return self.fail_clients(place, &failure, turn);
+        }
         if let Some(asked) = self.asked_mut(host, place) {
             asked.again = asked.again.min(DOUBLINGS_HERE_MAX);
             self.ask_later(host, place, turn);
@@ -164,7 +176,9 @@ impl PayloadCore {
 
     /// What was asked for came.
     pub(super) fn ask_is_met(&mut self, place: &ScopedKey) {
-        for asked in self.asks.get_mut(place).into_iter().flat_map(|ask| ask.hosts.values_mut()) {
+        let Some(ask) = self.asks.get_mut(place) else { return };
+        ask.roomless = None;
+        for asked in ask.hosts.values_mut() {
             asked.again = 0;
         }
     }

@@ -182,8 +182,9 @@ impl PayloadCore {
         else {
             return;
         };
-        let (host, place) = (fetch.origin.host.clone(), fetch.place.clone());
-        self.ask_when_there_is_room(&host, &place, turn);
+        let (host, place, bytes) = (fetch.origin.host.clone(), fetch.place.clone(), fetch.bytes);
+        let since = turn.now - ROOM_WAIT;
+        self.ask_when_there_is_room((&host, &place), (since, bytes), turn);
         self.cancel_fetch(&place, turn);
     }
 

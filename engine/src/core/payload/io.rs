@@ -320,6 +320,9 @@ pub struct PayloadConfig {
     pub pool: u64,
     /// How long a payload waits for its receivers; zero: for ever.
     pub hold: Nanos,
+    /// How long what another host has waits for room here, before those who want it are told; zero: for
+    /// ever. Two hosts that are full of what the other one wants would wait for each other.
+    pub room: Nanos,
     /// Slots at a time; more wait as for room.
     pub slots_max: u32,
     /// Processes at a time.
@@ -345,6 +348,7 @@ impl Default for PayloadConfig {
         PayloadConfig {
             pool: 1 << 30,
             hold: Nanos::from_secs(300),
+            room: Nanos::from_secs(300),
             slots_max: 65_536,
             clients_max: 1_024,
             payloads_max: 65_536,

@@ -1,7 +1,7 @@
 //! Hosts, tables and queues that are full.
 
 use super::{HostBench, OTHER, TALKER, THINKER, chunk, stream};
-use crate::cluster::{HostSettings, PAGE};
+use crate::cluster::{HostSettings, PAGE, prefill_name};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::payload::*;
@@ -129,6 +129,38 @@ fn a_core_at_its_limit_refuses_nothing_for_good() {
         bench.pass(25_000);
         assert_eq!(arrivals(&mut bench), 8);
     }
+}
+
+#[test]
+fn two_hosts_that_wait_for_each_other_learn_it() {
+    let room = Nanos::from_secs(20);
+    let config = PayloadConfig { hold: Nanos::ZERO, room, ..pool_of(8) };
+    let mut bench = HostBench::with(2, config);
+    bench.join(1, THINKER, "0");
+    bench.join(0, TALKER, "1");
+    // Longer than a half, so that neither finds room for the other one's.
+    for (host, key) in [(0, chunk(0)), (1, chunk(1))] {
+        bench.put(host, key, 6 * PAGE, 1);
+    }
+    bench.want_from(1, chunk(0), 0);
+    bench.want_from(0, chunk(1), 1);
+    bench.pass(19_000);
+    assert_eq!(bench.told(), [], "somebody may come for what is there");
+    bench.pass(5_000);
+    let told = bench.told();
+    let is_full = |answer: &PayloadAnswer| {
+        let PayloadAnswer::Missing { failure, .. } = answer else { return false };
+        matches!(failure, PayloadFailure::PoolFull { bytes, free, .. }
+            if (*bytes, *free) == (6 * PAGE, 2 * PAGE))
+    };
+    assert!(told.len() == 2 && told.iter().all(|(.., answer)| is_full(answer)), "{told:?}");
+    // What was waited for is still there.
+    bench.tell(1, OTHER, PayloadHook::WantFrom { key: chunk(1), host: prefill_name(1) });
+    let (.., claim, _, _) = bench.arrived();
+    bench.tell(1, OTHER, PayloadHook::Release { claim });
+    bench.want_from(1, chunk(0), 0);
+    bench.pass(5_000);
+    assert_eq!(bench.arrived().4, 1);
 }
 
 #[test]

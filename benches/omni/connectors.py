@@ -20,6 +20,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import pickle
 import socket
 import statistics
 import sys
@@ -99,7 +100,8 @@ class Floor:
             ctypes.memmove(self.pool.data_ptr() + at, part if is_bytes else part.data_ptr(), size)
             at += size
             ends.append(at)
-        return True, at, (ends, None if states is None else {**data, "hidden_states": None})
+        # Pickled here: a pipe of multiprocessing would send the descriptor of a tensor's memory.
+        return True, at, (ends, None if states is None else pickle.dumps({**data, "hidden_states": None}))
 
     def get(self, _from: str, _to: str, _key: str, metadata: Any = None) -> tuple[Any, int] | None:
         if metadata is None:
@@ -108,7 +110,7 @@ class Floor:
         if rest is None:
             return self.pool[: ends[0]], ends[0]
         states = {"output": self.pool[: ends[0]], "layers": {0: self.pool[ends[0] : ends[1]]}}
-        return {**rest, "hidden_states": states}, ends[1]
+        return {**pickle.loads(rest), "hidden_states": states}, ends[1]
 
 
 def floor(role: str, port: int) -> Any:

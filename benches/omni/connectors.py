@@ -4,10 +4,12 @@
 
 in the environment of `./test --omni` (python/tests/omni/requirements.txt) with the package kvferry. Mooncake takes part
 where mooncake-transfer-engine-non-cuda==0.3.13.post1 is installed (PyPI; it needs libibverbs). `mori` is vLLM-Omni's MoRI
-connector over kvferry's stand-in for MoRI, `kvferry` the one that this package has. Prints the p50 of put, get and both (from put entered to get returned, with
-the metadata in between over a pipe) in microseconds: the median of the rounds, which the connectors take in turns. The
-bytes of the first payload of each round are compared. `copy` is one copy of a payload's bytes, in one process, in the same
-rounds; and of each connector the time of a `get` of what is not there is printed.
+connector over kvferry's stand-in for MoRI, `kvferry` the one that this package has, and `floor` none: a payload is copied
+into memory that both processes have, and read there, without a key, a check or anybody between. No connector for two
+processes can do less. Prints the p50 of put, get and both (from put entered to get returned, with the metadata in between
+over a pipe) in microseconds: the median of the rounds, which the connectors take in turns. The bytes of the first payload of
+each round are compared. `copy` is one copy of a payload's bytes, in one process, in the same rounds; and of each connector
+the time of a `get` of what is not there is printed. The load average is printed before and after, as other work counts.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import contextlib
 import ctypes
 import gc
 import logging
+import mmap
 import multiprocessing
 import os
+import pickle
 import socket
 import statistics
 import sys
@@ -75,7 +79,45 @@ def kvferry(role: str, port: int) -> Any:
     return KvferryOmniConnector(own | {"stage_id": int(role == "receiver")})
 
 
-CONNECTORS = {"shm": shm, "mooncake": mooncake, "mori": mori, "kvferry": kvferry}
+class Floor:
+    """What is left of a connector if nothing may go wrong: one copy into memory that is mapped here and there, always to the
+    same place, and views of it. The metadata says which bytes are whose."""
+
+    # Made by the main process, which both others are forked from.
+    memory = mmap.mmap(-1, POOL)
+
+    def __init__(self):
+        import torch
+
+        self.pool = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def put(self, _from: str, _to: str, _key: str, data: Any) -> tuple[bool, int, Any]:
+        states = data["hidden_states"] if isinstance(data, dict) else None
+        parts, at, ends = [data] if states is None else [states["output"], states["layers"][0]], 0, []
+        for part in parts:
+            is_bytes = isinstance(part, bytes)
+            size = len(part) if is_bytes else part.nbytes
+            ctypes.memmove(self.pool.data_ptr() + at, part if is_bytes else part.data_ptr(), size)
+            at += size
+            ends.append(at)
+        # Pickled here: a pipe of multiprocessing would send the descriptor of a tensor's memory.
+        return True, at, (ends, None if states is None else pickle.dumps({**data, "hidden_states": None}))
+
+    def get(self, _from: str, _to: str, _key: str, metadata: Any = None) -> tuple[Any, int] | None:
+        if metadata is None:
+            return None
+        ends, rest = metadata
+        if rest is None:
+            return self.pool[: ends[0]], ends[0]
+        states = {"output": self.pool[: ends[0]], "layers": {0: self.pool[ends[0] : ends[1]]}}
+        return {**pickle.loads(rest), "hidden_states": states}, ends[1]
+
+
+def floor(role: str, port: int) -> Any:
+    return Floor()
+
+
+CONNECTORS = {"shm": shm, "mooncake": mooncake, "mori": mori, "kvferry": kvferry, "floor": floor}
 
 # Polls of what is not there in a round.
 ABSENT = 500
@@ -285,6 +327,7 @@ def main() -> None:
 
     logging.disable(logging.WARNING)
     pairs = started(args.connectors.split(","))
+    print(f"load average {os.getloadavg()[0]:.1f}")
     copies = Copies()
     print("kind        bytes  " + "".join(f"{pair.name + ' put / get / total':>36}" for pair in pairs) + "      copy")
     for kind in args.kinds.split(","):
@@ -302,6 +345,7 @@ def main() -> None:
             print(f"{kind:7}{size:>11}  " + "".join(f"{cell:>36}" for cell in cells) + f"{copy:>10.0f}", flush=True)
     absent = [statistics.median(pair.absent() for _ in range(args.rounds)) for pair in pairs]
     print("absent             " + "".join(f"{time:>36.1f}" for time in absent))
+    print(f"load average {os.getloadavg()[0]:.1f}")
     for pair in pairs:
         pair.end()
 

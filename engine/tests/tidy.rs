@@ -88,16 +88,24 @@ fn every_invariant_fault_event_and_message_is_documented() {
     assert!(missing.is_empty(), "not in scenarios/README.md: {missing:?}");
 }
 
+/// Names of the functions in all files that end so, of which each is begun with this word.
+fn functions(ending: &str, word: &str) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for path in files("", ending) {
+        let text = read(&path);
+        let lines = text.lines().map(str::trim_start);
+        let begun =
+            lines.filter_map(|line| line.strip_prefix("async ").unwrap_or(line).strip_prefix(word));
+        let names = begun.filter_map(|rest| rest.split(['(', '<']).next());
+        found.extend(names.map(str::to_owned));
+    }
+    found
+}
+
 #[test]
 fn every_test_and_scenario_that_the_contract_names_exists() {
     let contract = read(&root().join("engine/CONTRACT.md"));
-    let sources: String = files("", ".rs").iter().map(|path| read(path)).collect();
-    let functions: BTreeSet<&str> = sources
-        .lines()
-        .map(|line| line.trim_start())
-        .filter_map(|line| line.strip_prefix("async ").unwrap_or(line).strip_prefix("fn "))
-        .filter_map(|rest| rest.split(['(', '<']).next())
-        .collect();
+    let functions = functions(".rs", "fn ");
     let quoted: Vec<&str> = contract.split('`').skip(1).step_by(2).collect();
     let mut named = 0;
     for name in quoted {
@@ -119,6 +127,28 @@ fn every_hazard_has_a_line_in_the_contract() {
     let missing: Vec<_> =
         (1..=84).map(|n| format!("H{n}")).filter(|id| !words.contains(id.as_str())).collect();
     assert!(missing.is_empty(), "hazards without a line: {missing:?}");
+}
+
+#[test]
+fn every_hazard_of_payloads_names_tests_that_exist() {
+    let document = read(&root().join("docs/testing.md"));
+    let (tests, of_python) = (functions(".rs", "fn "), functions(".py", "def "));
+    let rows: Vec<_> = document.lines().filter(|line| line.starts_with("| O")).collect();
+    assert_eq!(rows.len(), 36, "a row for each");
+    for (row, number) in rows.into_iter().zip(1..) {
+        assert!(row.starts_with(&format!("| O{number} | ")), "not O{number}: {row}");
+        let names: Vec<_> = row.split('`').skip(1).step_by(2).collect();
+        let (files, named): (Vec<&str>, Vec<&str>) =
+            names.into_iter().partition(|name| name.starts_with("scenarios/"));
+        assert!(!named.is_empty(), "no test: {row}");
+        for name in named {
+            let known = if name.starts_with("test_") { &of_python } else { &tests };
+            assert!(known.contains(name), "O{number} names {name}: not found");
+        }
+        for file in files.into_iter().filter(|file| file.ends_with(".toml")) {
+            assert!(root().join(file).exists(), "O{number} names {file}: not found");
+        }
+    }
 }
 
 #[test]

@@ -115,3 +115,14 @@ fn an_address_that_others_reach_is_fit_with_a_secret_or_a_word() {
     assert_eq!(check["status"], "ok", "{check}");
     assert!(check["found"].as_str().is_some_and(|found| found.contains("loopback")), "{check}");
 }
+
+#[test]
+fn settings_of_a_pool_that_there_is_not_are_a_warning() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-no-pool.toml");
+    std::fs::write(&file, "payload_hold_ms = 7\n").expect("a file");
+    let (_, checks) = doctor(&["--config", file.to_str().expect("UTF-8")]);
+    let check = check(&checks, "configuration");
+    assert_eq!(check["status"], "warn", "{check}");
+    let found = check["found"].as_str().expect("a text");
+    assert!(found.contains("payload_hold_ms: ignored, as there is no payload_pool"), "{check}");
+}

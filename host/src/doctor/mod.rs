@@ -268,12 +268,18 @@ fn configuration(config: Result<SidecarConfig, String>) -> Check {
     let (copiers, spin_us, slower) = (fabric.copiers, fabric.spin_us, fabric.slower);
     let found =
         format!("{file}: copiers {copiers}, spin_us {spin_us}, slower {slower}, paths {paths}");
-    match config.strangers.is_empty() {
+    let (strangers, ignored) = (&config.strangers, &config.ignored);
+    if !strangers.is_empty() {
+        let names = strangers.join(", ");
+        let remedy = "correct the name, or leave it if it is another program's";
+        return Check::warn(NAME, format!("{found}; {names}: there is no such key"), remedy);
+    }
+    match ignored.is_empty() {
         true => Check::ok(NAME, found),
         false => {
-            let names = config.strangers.join(", ");
-            let remedy = "correct the name, or leave it if it is another program's";
-            Check::warn(NAME, format!("{found}; {names}: there is no such key"), remedy)
+            let keys = ignored.join(", ");
+            let found = format!("{found}; {keys}: ignored, as there is no payload_pool");
+            Check::warn(NAME, found, "give payload_pool, or leave them away")
         }
     }
 }

@@ -4,14 +4,12 @@
 //! `KVFERRY_HOST_LOG_LEVEL` a variable and `--log-level` a flag. Flags win over the environment,
 //! which wins over the file, which wins over the default.
 
-use super::mori_settings::{MoriGiven, MoriStageSettings};
 use super::pool_peers::PoolAddress;
+use super::pool_settings::{PayloadSettings, PoolGiven, PoolResolved};
 use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
 use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
-use kvferry_engine::core::payload::PayloadConfig;
-use kvferry_engine::core::time::Nanos;
 use kvferry_engine::text::nearest;
 use kvferry_fabric_host::{DataPath, HostConfig, PeerTrust};
 use kvferry_trust::{INSECURE_VARIABLE, VARIABLE};
@@ -21,7 +19,6 @@ use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::time::Duration;
 use toml::de::{DeTable, DeValue};
 use tracing::level_filters::LevelFilter;
 
@@ -126,26 +123,8 @@ pub(crate) struct ConfigLayer {
     /// such though the clock went back; kvferry in $XDG_STATE_HOME or ~/.local/state by default
     #[arg(long, value_name = "FOLDER", value_parser = state)]
     state: Option<PathBuf>,
-    /// Bytes of a pool for payloads of vLLM-Omni's stages, which the host then serves in place of an
-    /// engine; see docs/omni.md
-    #[arg(long, value_name = "BYTES", value_parser = payload_pool)]
-    payload_pool: Option<u64>,
-    /// Milliseconds for which a payload waits for its receivers, 0 for ever; 300000 by default
-    #[arg(long, value_name = "N", value_parser = payload_hold_ms)]
-    payload_hold_ms: Option<u64>,
     #[command(flatten)]
-    mori: MoriGiven,
-    /// End when no process of a stage has been there for so many seconds; if not given, with SIGTERM
-    #[arg(long, value_name = "N", value_parser = idle_s)]
-    idle_s: Option<u64>,
-    /// Where other hosts with a pool reach this one, as they call it; port 0 takes a free one, which
-    /// is logged; nowhere if not given
-    #[arg(long, value_name = "HOST:PORT", value_parser = payload_listen)]
-    payload_listen: Option<PoolAddress>,
-    /// Where this host finds others that put payloads, as their payload_listen says, with commas
-    /// between; besides, those that a stage names
-    #[arg(long, value_name = "HOST:PORT,...", value_parser = payload_hosts)]
-    payload_hosts: Option<PoolAddresses>,
+    pool: PoolGiven,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -153,9 +132,6 @@ struct Paths(Vec<DataPath>);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Uids(Vec<u32>);
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct PoolAddresses(Vec<PoolAddress>);
 
 /// How a host is to be.
 #[derive(Clone, Debug)]
@@ -172,21 +148,8 @@ pub(crate) struct SidecarConfig {
     pub(crate) file: Option<PathBuf>,
     /// Variables that look like keys and are none.
     pub(crate) strangers: Vec<String>,
-}
-
-/// What a host for the payloads of stages is to be.
-#[derive(Clone, Debug)]
-pub(crate) struct PayloadSettings {
-    /// Bytes of its pool.
-    pub(crate) pool: u64,
-    /// How long a payload waits for its receivers; zero: for ever.
-    pub(crate) hold: Nanos,
-    /// It ends when no process has been there for so long, if that is given.
-    pub(crate) idle: Option<Duration>,
-    /// Where other hosts reach it, if they do, and where it finds them.
-    pub(crate) peers: Option<(PoolAddress, Vec<PoolAddress>)>,
-    /// Stages whose connector is vLLM-Omni's for MoRI, if they are served.
-    pub(crate) mori: Option<MoriStageSettings>,
+    /// Keys of the file and the environment that say something of a pool that the host does not have.
+    pub(crate) ignored: Vec<&'static str>,
 }
 
 /// What the operator of a host says of how it serves an engine.
@@ -239,7 +202,7 @@ fn log_level(text: &str) -> Result<LevelFilter, String> {
     })
 }
 
-fn number<T: FromStr>(key: &str, text: &str) -> Result<T, String> {
+pub(super) fn number<T: FromStr>(key: &str, text: &str) -> Result<T, String> {
     let wrong = |_| format!("{key} = {text:?}: it has to be a whole number, 0 or more");
     text.parse().map_err(wrong)
 }
@@ -254,34 +217,9 @@ fn spin_us(text: &str) -> Result<u32, String> {
     number("spin_us", text)
 }
 
-fn payload_pool(text: &str) -> Result<u64, String> {
-    match number("payload_pool", text)? {
-        0 => Err("payload_pool = \"0\": it has to have bytes".into()),
-        bytes => Ok(bytes),
-    }
-}
-
-fn payload_hold_ms(text: &str) -> Result<u64, String> {
-    number("payload_hold_ms", text)
-}
-
 pub(super) fn pool_address(key: &str, text: &str) -> Result<PoolAddress, String> {
     PoolAddress::parse(text)
         .ok_or_else(|| format!("{key} = {text:?}: it has to be HOST:PORT, with IPv6 in brackets"))
-}
-
-fn payload_listen(text: &str) -> Result<PoolAddress, String> {
-    pool_address("payload_listen", text)
-}
-
-fn payload_hosts(text: &str) -> Result<PoolAddresses, String> {
-    let hosts = text.split(',').map(str::trim).filter(|host| !host.is_empty());
-    let hosts = hosts.map(|host| pool_address("payload_hosts", host));
-    hosts.collect::<Result<_, _>>().map(PoolAddresses)
-}
-
-fn idle_s(text: &str) -> Result<u64, String> {
-    number("idle_s", text)
 }
 
 fn paths(text: &str) -> Result<Paths, String> {
@@ -351,12 +289,7 @@ impl ConfigLayer {
             // Tables of a file may have been taken before.
             "set" => self.set.get_or_insert_default().assign(text)?,
             "state" => self.state = Some(state(text)?),
-            "payload_pool" => self.payload_pool = Some(payload_pool(text)?),
-            "payload_hold_ms" => self.payload_hold_ms = Some(payload_hold_ms(text)?),
-            key if self.mori.set(key, text)? => {}
-            "idle_s" => self.idle_s = Some(idle_s(text)?),
-            "payload_listen" => self.payload_listen = Some(payload_listen(text)?),
-            "payload_hosts" => self.payload_hosts = Some(payload_hosts(text)?),
+            key if self.pool.set(key, text)? => {}
             _ => return Err(format!("{key}: {}", unknown(key, &KEYS))),
         }
         Ok(())
@@ -381,33 +314,8 @@ impl ConfigLayer {
                 (first, then) => first.or(then),
             },
             state: self.state.or(other.state),
-            payload_pool: self.payload_pool.or(other.payload_pool),
-            payload_hold_ms: self.payload_hold_ms.or(other.payload_hold_ms),
-            mori: self.mori.or(other.mori),
-            idle_s: self.idle_s.or(other.idle_s),
-            payload_listen: self.payload_listen.or(other.payload_listen),
-            payload_hosts: self.payload_hosts.or(other.payload_hosts),
+            pool: self.pool.or(other.pool),
         }
-    }
-
-    /// What a host for payloads is to be, if it is to be one.
-    fn payloads(&self) -> Result<Option<PayloadSettings>, String> {
-        let hosts = self.payload_hosts.as_ref().map_or(Vec::new(), |hosts| hosts.0.clone());
-        let peers = match (&self.payload_listen, hosts) {
-            (Some(listen), hosts) => Some((listen.clone(), hosts)),
-            (None, hosts) if hosts.is_empty() => None,
-            (None, _) => {
-                return Err(
-                    "payload_hosts is given without payload_listen: give an address of this \
-                    machine, with port 0 if no other host looks for it"
-                        .into(),
-                );
-            }
-        };
-        let hold = self.payload_hold_ms.map_or(PayloadConfig::default().hold, Nanos::from_ms);
-        let idle = self.idle_s.map(Duration::from_secs);
-        let mori = self.mori.settings(self.payload_pool.is_some())?;
-        Ok(self.payload_pool.map(|pool| PayloadSettings { pool, hold, idle, peers, mori }))
     }
 
     fn from_env(env: &BTreeMap<String, OsString>) -> Result<ConfigLayer, String> {
@@ -529,7 +437,7 @@ impl HostArgs {
         let mut known: Vec<&str> = variables.iter().map(String::as_str).collect();
         known.push(FILE);
         let strangers = env.into_keys().filter(|name| !known.contains(&&**name)).collect();
-        let payloads = given.payloads()?;
+        let PoolResolved { payloads, ignored } = given.pool.resolve(&self.given.pool)?;
         let (default, logs) = (HostConfig::default(), LogArgs::default());
         Ok(SidecarConfig {
             socket: given.socket,
@@ -558,6 +466,7 @@ impl HostArgs {
             payloads,
             file: file.map(|(_, path)| path),
             strangers,
+            ignored,
         })
     }
 }

@@ -20,6 +20,7 @@ mod mori_stages;
 pub(crate) mod ownership;
 mod payload_link;
 mod pool_peers;
+mod pool_settings;
 pub mod proto;
 pub mod rank;
 pub mod record;
@@ -46,7 +47,7 @@ use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
 use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals, memory, raise_open_files};
 use actix::Handler;
-use config::{OperatorConfig, PayloadSettings, SidecarConfig};
+use config::{OperatorConfig, SidecarConfig};
 use gateway::{DrainSidecar, Gateway};
 use kvferry_engine::actors::{Clock, MailboxSender, monotonic_clock};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
@@ -57,6 +58,7 @@ use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
 use pool_peers::PoolCores;
+use pool_settings::PayloadSettings;
 use socket::{ListeningSocket, ServesClients};
 use stages::{StageActor, StageConfig, StageGateway, StageParts};
 use std::os::fd::AsRawFd;
@@ -90,6 +92,13 @@ pub(crate) fn command(args: &HostArgs) -> Result<Exit, CommandError> {
     // Not refused: a Kubernetes service "kvferry-host" sets variables like these for every pod.
     for variable in &config.strangers {
         tracing::warn!(variable, "the configuration has no such key");
+    }
+    // Nor are these: hosts with a pool and hosts without one may share a file or an environment.
+    for key in &config.ignored {
+        tracing::warn!(
+            key,
+            "the key is ignored: it is of a pool of payloads, and there is no payload_pool"
+        );
     }
     actix::System::new().block_on(run(socket, &config))
 }

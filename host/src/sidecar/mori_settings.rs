@@ -82,28 +82,31 @@ impl MoriGiven {
         }
     }
 
+    /// Each key, and whether it is given.
+    pub(super) fn are_given(&self) -> [(&'static str, bool); 3] {
+        [
+            ("payload_mori_listen", self.payload_mori_listen.is_some()),
+            ("payload_mori_deployment", self.payload_mori_deployment.is_some()),
+            ("payload_mori_backend", self.payload_mori_backend.is_some()),
+        ]
+    }
+
+    /// Of a host with a pool.
+    ///
     /// # Errors
     /// What they need beside, or what says nothing without them.
-    pub(super) fn settings(&self, has_pool: bool) -> Result<Option<MoriStageSettings>, String> {
+    pub(super) fn settings(&self) -> Result<Option<MoriStageSettings>, String> {
         let (deployment, fabric) = (&self.payload_mori_deployment, self.payload_mori_backend);
         let Some(listen) = &self.payload_mori_listen else {
-            let given = [
-                ("payload_mori_deployment", deployment.is_some()),
-                ("payload_mori_backend", fabric.is_some()),
-            ];
-            let alone = given.iter().find(|(_, is_given)| *is_given);
+            let alone = self.are_given().into_iter().find(|(_, is_given)| *is_given);
             return alone.map_or(Ok(None), |(key, _)| {
                 Err(format!("{key} says nothing without payload_mori_listen: give both"))
             });
         };
-        let needs = |key, what| format!("payload_mori_listen needs {key}: {what}");
-        if !has_pool {
-            return Err(needs("payload_pool", "it is payloads of a pool that are served"));
-        }
-        let deployment = deployment.as_deref().ok_or_else(|| {
-            let what = "give the `deployment` of the connectors whose payloads are served";
-            needs("payload_mori_deployment", what)
-        })?;
+        let deployment = deployment.as_deref().ok_or(
+            "payload_mori_listen needs payload_mori_deployment: give the `deployment` of the \
+            connectors whose payloads are served",
+        )?;
         Ok(Some(MoriStageSettings {
             listen: listen.clone(),
             deployment: deployment.into(),
@@ -178,16 +181,15 @@ mod tests {
         };
         let listen = ("payload_mori_listen", "[::1]:0");
         let deployment = ("payload_mori_deployment", "a");
-        assert_eq!(given(&[]).settings(true), Ok(None));
-        let settings = given(&[listen, deployment]).settings(true).expect("valid");
+        assert_eq!(given(&[]).settings(), Ok(None));
+        let settings = given(&[listen, deployment]).settings().expect("valid");
         let settings = settings.expect("they are served");
         assert_eq!(settings.listen, PoolAddress { host: "::1".into(), port: 0 });
-        for (keys, has_pool, why) in [
-            (vec![deployment], true, "says nothing without payload_mori_listen"),
-            (vec![listen, deployment], false, "needs payload_pool"),
-            (vec![listen], true, "needs payload_mori_deployment"),
+        for (key, why) in [
+            (deployment, "says nothing without payload_mori_listen"),
+            (listen, "needs payload_mori_deployment"),
         ] {
-            let said = given(&keys).settings(has_pool).expect_err("not together");
+            let said = given(&[key]).settings().expect_err("not together");
             assert!(said.contains(why), "{said}");
         }
         for bad in ["50051", ":1", "h:", "h:65536"] {

@@ -10,7 +10,7 @@ use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{PayloadFailure, PayloadHook, PayloadKey, PayloadStream};
 use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
 use std::fs::File;
-use std::io::ErrorKind;
+use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -220,6 +220,40 @@ fn a_pool_that_memory_does_not_hold_is_refused_at_the_start() {
     assert_eq!(host.status.code(), Some(2), "{said}");
     assert!(said.contains("payload_pool = 1000000000000000: "), "{said}");
     assert!(said.contains("bytes of memory are available"), "{said}");
+}
+
+#[test]
+fn options_of_a_pool_without_a_pool_do_not_start_a_host() {
+    let socket = sidecar_process::place("no-pool");
+    let args = ["--payload-listen", "127.0.0.1:0", "--payload-hold-ms", "7"];
+    let host = sidecar_process::host(&socket, None, &args).output().expect("the binary runs");
+    let said = String::from_utf8_lossy(&host.stderr).into_owned();
+    assert_eq!(host.status.code(), Some(2), "{said}");
+    assert!(said.contains("--payload-hold-ms, --payload-listen: of a pool of payloads"), "{said}");
+    assert!(said.contains("give --payload-pool BYTES"), "{said}");
+}
+
+#[test]
+fn settings_of_a_pool_that_hosts_share_are_said_to_be_ignored_by_those_without_one() {
+    let folder = env!("CARGO_TARGET_TMPDIR");
+    let file = std::path::Path::new(folder).join("shared-by-hosts.toml");
+    std::fs::write(&file, "payload_hold_ms = 7\n").expect("a file");
+    let socket = sidecar_process::place("ignored");
+    let _ = std::fs::remove_file(&socket);
+    let set = ("KVFERRY_HOST_PAYLOAD_HOSTS", "127.0.0.1:1");
+    let more = ["--config", file.to_str().expect("UTF-8")];
+    let mut host = sidecar_process::host(&socket, Some(set), &more);
+    let mut child = host.stderr(std::process::Stdio::piped()).spawn().expect("the binary runs");
+    let log = BufReader::new(child.stderr.take().expect("it is piped"));
+    let host = SidecarProcess::listening(child, socket);
+    // All was said before it listened, and a host that is gone says no more.
+    drop(host);
+    let said: Vec<String> = log.lines().map(|line| line.expect("a log")).collect();
+    for key in ["payload_hold_ms", "payload_hosts"] {
+        let is_about = |line: &&String| line.contains(&format!("key=\"{key}\""));
+        let line = said.iter().find(is_about).unwrap_or_else(|| panic!("no {key}: {said:?}"));
+        assert!(line.contains("WARN") && line.contains("there is no payload_pool"), "{line}");
+    }
 }
 
 #[test]

@@ -101,7 +101,7 @@ def test_r1_o36_what_is_changed_after_put_is_not_sent(pipeline):
 
 
 @pytest.mark.parametrize("form", ["complete", "partial", "none", "foreign"])
-def test_r2_o7_all_forms_of_metadata_lead_to_the_payload(pipeline, form):
+def test_r2_o7_o19_all_forms_of_metadata_lead_to_the_payload(pipeline, form):
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     done, size, metadata = sender(put, "r_0_0", {"a": torch.arange(5)})
     assert done and size == metadata["data_size"] > 40
@@ -111,7 +111,7 @@ def test_r2_o7_all_forms_of_metadata_lead_to_the_payload(pipeline, form):
         "complete": metadata,
         "partial": {"source_host": "10.0.0.1", "source_port": 50_051},
         "none": None,
-        # O19: what somebody else says of its size counts for nothing.
+        # What somebody else says of its size counts for nothing.
         "foreign": {"source_host": "10.0.0.1", "source_port": 1, "data_size": 3, "is_fast_path": True},
     }[form]
     assert torch.equal(receiver(get, "r_0_0", ("0", "1"), given)["a"], torch.arange(5))
@@ -195,7 +195,7 @@ def test_r5_what_is_abandoned_is_for_another_one(pipeline):
     assert second(get, "k") == (bytes, b"x")
 
 
-def test_r6_r8_a_payload_that_is_read_outlives_its_key(pipeline):
+def test_r6_r8_o2_o3_a_payload_that_is_read_outlives_its_key(pipeline):
     """Cleaned up, put again, closed at its sender: who reads it does not notice."""
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     for key, kind in (("whole", None), ("r_0_0", 0)):
@@ -221,8 +221,8 @@ def test_r8_o3_of_two_puts_of_a_key_the_later_counts(pipeline):
     assert receiver(poll, "k") is None
 
 
-def test_r9_the_host_says_where_a_payload_is_and_nobody_else(pipeline):
-    """O18: there is no place in what a stage is told by another one."""
+def test_r9_o18_the_host_says_where_a_payload_is_and_nobody_else(pipeline):
+    """There is no place in what a stage is told by another one."""
     sender = pipeline.stage(0)
     _, _, metadata = sender(put, "k", b"x")
     assert set(metadata["kvferry"]) == {"incarnation", "client", "engine"}

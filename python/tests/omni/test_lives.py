@@ -213,7 +213,7 @@ def test_o14_a_dead_sender_delays_nobody(pipeline):
     assert receiver(timed, "r_0_1") < MINUTE_S / 2
 
 
-def test_a_lost_host_is_said_at_once_and_replaced(pipeline):
+def test_o28_a_lost_host_is_said_at_once_and_replaced(pipeline):
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     sender(put, "r_0_0", [0])
     sender(put, "q_0_0", [0])

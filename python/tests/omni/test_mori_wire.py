@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
+import zmq
 from kvferry._native import PayloadLink
 from kvferry.omni import KvferryOmniConnector, codec
 from mori_stage import MoriStage, mori_stage
@@ -161,7 +163,7 @@ def test_what_is_not_there_is_not_waited_for(host, receiver):
     assert time.monotonic() - start < 100
 
 
-def test_a_wrong_length_is_refused_and_the_payload_kept(host, receiver):
+def test_o19_a_wrong_length_is_refused_and_the_payload_kept(host, receiver):
     host.put(("0", "1", "length", 0), codec.encode_foreign(b"x" * 500))
     told = {"source_host": "127.0.0.1", "source_port": host.port, "is_fast_path": True}
     assert receiver.call("get", "0", "1", "length_0_0", {**told, "data_size": 2}) is None
@@ -189,6 +191,56 @@ def test_a_stage_here_gets_what_moris_connector_puts(host, sender, name):
     assert ok
     got, raw = fetched(host, key), raw_bytes(obj)
     assert got == raw if raw is not None else same(got, serialized(obj))
+
+
+def asked(host: Host, body: bytes) -> str:
+    """What is answered to a message, as a receiver's socket has it."""
+    context = zmq.Context()
+    with context, context.socket(zmq.REQ) as asks:
+        asks.linger = 0
+        asks.rcvtimeo = PATIENCE * 1000
+        asks.connect(f"tcp://127.0.0.1:{host.port}")
+        asks.send(body)
+        return asks.recv().decode()
+
+
+def pull(key: str, **other: Any) -> bytes:
+    """As MoRI's connector asks for a payload of 500 bytes, with a region of 4096 bytes in its memory."""
+    engine = ["receiver", "node", "machine", "127.0.0.1", 1, 7]
+    memory = ["receiver", 3, -1, "", 1 << 20, 4096, 1, bytes(64), 0, 0, bytes(64), -1, "", 0, 0]
+    message = {
+        "request_id": f"{key}@0_1",
+        "engine_desc_packed": msgpack.packb(engine),
+        "mem_desc_packed": msgpack.packb(memory),
+        "dst_offset": 0,
+        "length": 500,
+    }
+    return msgpack.packb(message | other)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "why"),
+    [
+        ("o18", {"dst_offset": 1 << 40}, "dst_offset 1099511627776 and length 500 are not within the region of 4096 bytes"),
+        ("o19", {"length": 501}, "length 501, the payload has 500 bytes"),
+        ("o20", {"dst_offset": -1}, "dst_offset"),
+        ("o27_no_array", {"mem_desc_packed": b"\x01"}, "mem_desc_packed"),
+        ("o27_of_another_build", {"engine_desc_packed": msgpack.packb([5, {}])}, "engine_desc_packed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.startswith("o") else "",
+)
+def test_a_pull_that_cannot_be_served_is_told_why(host, receiver, name, other, why):
+    """And the payload is there for the next one."""
+    host.put(("0", "1", name, 0), codec.encode_foreign(b"x" * 500))
+    answer = asked(host, pull(f"{name}_0_0", **other))
+    assert answer.startswith("trans_error: ") and why in answer
+    assert receiver.call("get", "0", "1", f"{name}_0_0", None) == (b"x" * 500, 500)
+
+
+def test_o20_a_query_that_is_none_is_not_answered_with_not_ready(host):
+    assert asked(host, b"query_info" + msgpack.packb({"request_id": "absent_0_0@0_1"})) == "info_not_found"
+    for body in (b"", b"\x91\xa1r", msgpack.packb({"request_id": 5})):
+        assert asked(host, b"query_info" + body).startswith("trans_error: ")
 
 
 def test_who_wants_no_more_is_given_nothing(host, sender):

@@ -180,6 +180,44 @@ fn each_key_is_taken_from_the_source_that_comes_first() {
     }
 }
 
+/// Keys that say how a pool is to be, with a value each.
+const OF_A_POOL: [(&str, &str); 7] = [
+    ("payload_hold_ms", "7"),
+    ("idle_s", "7"),
+    ("payload_listen", "h:1"),
+    ("payload_hosts", "h:1"),
+    ("payload_mori_listen", "h:1"),
+    ("payload_mori_deployment", "a"),
+    ("payload_mori_backend", "host"),
+];
+
+#[test]
+fn what_is_said_of_a_pool_that_there_is_not_is_a_mistake_in_flags_and_ignored_elsewhere() {
+    let flag = |(key, value): &(&str, &str)| format!("--{}={value}", key.replace('_', "-"));
+    for said in &OF_A_POOL {
+        let (key, value) = *said;
+        let why = parsed(&[&flag(said)]).resolve([]).expect_err("there is no pool");
+        assert!(why.starts_with(&format!("--{}: of a pool", key.replace('_', "-"))), "{why}");
+        assert!(why.contains("--payload-pool BYTES") && !why.contains('\n'), "{why}");
+        let file = TempFile::new(&format!("no-pool-{key}"), &format!("{key} = \"{value}\""));
+        let of_file = parsed(&file.flags()).resolve([]).expect("another host's");
+        let of_env = parsed(&[]).resolve(env(&[(variable(key), value)])).expect("another host's");
+        for config in [of_file, of_env] {
+            assert!(config.payloads.is_none());
+            assert_eq!(config.ignored, [key]);
+        }
+        // A pool that another source gives is one.
+        let config = parsed(&["--payload-pool=1"]).resolve(env(&[(variable("idle_s"), "7")]));
+        assert!(config.expect("valid").ignored.is_empty());
+    }
+    let flags = OF_A_POOL.each_ref().map(flag);
+    let flags = flags.each_ref().map(String::as_str);
+    let why = parsed(&flags).resolve([]).expect_err("there is no pool");
+    assert!(why.starts_with("--payload-hold-ms, --idle-s, --payload-listen, --payload-hosts, --p"));
+    let pool = env(&[(variable("payload_pool"), "1")]);
+    assert!(parsed(&flags).resolve(pool).expect("there is one").payloads.is_some());
+}
+
 #[test]
 fn the_fleet_s_variable_names_the_secret_where_nothing_else_does() {
     let fleet = (String::from(VARIABLE), "/run/fleet");

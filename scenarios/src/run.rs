@@ -42,7 +42,7 @@ pub struct Run {
     /// Engine cores, prefill before decode, in file order; one per DP rank. Or the cores of the hosts.
     pub instances: Vec<InstanceSettings>,
     /// Hosts with pools; none where requests are served.
-    pub hosts: Vec<HostSettings>,
+    pub hosts: Vec<PayloadHostSettings>,
     pub network: NetworkSettings,
     pub router: RouterSettings,
     /// The stand-in serving engines.

@@ -351,3 +351,19 @@ fn who_takes_what_it_does_not_have_is_named() {
     let said = tell(TALKER, PayloadHook::Take { claim: ClaimId(7) });
     assert_eq!(said, [misuse(TALKER, "it has no such claim to take")]);
 }
+
+#[test]
+fn what_is_long_gone_is_not_beyond_the_end() {
+    let config = PayloadConfig { tombstones_max: 1, ..PayloadConfig::default() };
+    let mut bench = CaseBench::new(config);
+    for index in 0..2 {
+        bench.put(chunk(index), 10, 1);
+        let (claim, ..) = bench.get(TALKER, chunk(index)).expect("it is there");
+        bench.tell(TALKER, PayloadHook::Take { claim });
+        bench.tell(TALKER, PayloadHook::Release { claim });
+    }
+    bench.tell(THINKER, PayloadHook::End { stream: chunk(0).stream, failure: None });
+    assert_eq!(bench.get(OTHER, chunk(1)), Err(Some(PayloadFailure::Taken)));
+    assert_eq!(bench.get(OTHER, chunk(0)), Err(Some(PayloadFailure::Expired)), "or taken");
+    assert_eq!(bench.get(OTHER, chunk(2)), Err(Some(PayloadFailure::Ended)));
+}

@@ -2,6 +2,7 @@
 
 mod anew;
 mod full;
+mod notes;
 
 use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, prefill_name};
 use kvferry_engine::core::config::CoreSettings;

@@ -6,7 +6,7 @@ use crate::observation::{
 };
 use kvferry_engine::core::payload::{PayloadConfig, PayloadFailure};
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::{Departure, HostSettings, Run, WorkloadStream};
+use kvferry_scenarios::run::{Departure, PayloadHostSettings, Run, WorkloadStream};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A receiver of a stream.
@@ -33,7 +33,7 @@ pub(super) struct PayloadsArrive {
     is_tight: bool,
 }
 
-fn is_tight(host: &HostSettings) -> bool {
+fn is_tight(host: &PayloadHostSettings) -> bool {
     let PayloadConfig { pool, hold, .. } = host.config;
     host.config != PayloadConfig { pool, hold, ..PayloadConfig::default() }
 }
@@ -85,6 +85,8 @@ impl PayloadsArrive {
             PayloadFailure::PeerGone(_) | PayloadFailure::NotMoved(_) => {
                 is_hit || self.is_drained(from)
             }
+            // What became of it is forgotten.
+            PayloadFailure::Ended => self.whole.contains(&stream) && self.is_tight,
             PayloadFailure::Taken => self.scarce.contains(&stream),
             PayloadFailure::Expired => self.expires || self.is_tight,
             PayloadFailure::CleanedUp => {

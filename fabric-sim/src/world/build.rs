@@ -27,7 +27,7 @@ use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::EngineConfig;
 use kvferry_scenarios::geometry::{RankMemory, geometry, rank_memory};
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::{DurationRange, HostSettings, InstanceSettings as Spec, Run};
+use kvferry_scenarios::run::{DurationRange, InstanceSettings as Spec, PayloadHostSettings, Run};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
@@ -139,7 +139,7 @@ fn machines(run: &Run, stride: u32) -> Vec<SimMachine> {
     for instance in 0..run.instances.len() as u16 {
         actors.extend((0..stride).map(|_| actor(MachineId::Router, Some(instance))));
     }
-    let payload = |(at, host): (u16, &HostSettings)| SimMachine {
+    let payload = |(at, host): (u16, &PayloadHostSettings)| SimMachine {
         limits: host.config.limits(),
         ..actor(MachineId::Payload(at), Some(host.instance))
     };

@@ -14,8 +14,8 @@ use crate::doc::{FileName, TomlDoc, TomlSection};
 use crate::lists::FaultKind;
 use crate::preset::SMALL;
 use crate::run::{
-    CELL_LAYERS_MAX, Expect, FabricLimits, HostSettings, InstanceSettings, LivenessMode,
-    MemoryFidelity, MemoryLayout, ModelGeometry, ModelGroup, ProtocolSettings, Run, Served,
+    CELL_LAYERS_MAX, Expect, FabricLimits, InstanceSettings, LivenessMode, MemoryFidelity,
+    MemoryLayout, ModelGeometry, ModelGroup, PayloadHostSettings, ProtocolSettings, Run, Served,
     WorkloadStream,
 };
 use crate::value::Distribution;
@@ -287,7 +287,7 @@ impl Scenario {
     fn streams(
         &self,
         seed: u64,
-        hosts: &[HostSettings],
+        hosts: &[PayloadHostSettings],
     ) -> Result<Vec<WorkloadStream>, ScenarioError> {
         if hosts.is_empty() {
             return Ok(Vec::new());

@@ -7,8 +7,8 @@ use crate::cost::StepCost;
 use crate::decide::{DecisionKey, below, chance, kind};
 use crate::doc::FileName;
 use crate::run::{
-    Departure, HostSettings, InstanceSettings, MemoryLayout, Served, StreamEnd, StreamReceiver,
-    WorkloadChunk, WorkloadStream,
+    Departure, InstanceSettings, MemoryLayout, PayloadHostSettings, Served, StreamEnd,
+    StreamReceiver, WorkloadChunk, WorkloadStream,
 };
 use crate::value::{ByteVolume, Distribution, InstanceName, Probability, or};
 use kvferry_engine::core::Nanos;
@@ -117,7 +117,7 @@ impl HostSpec {
         (name, instance): (String, u16),
         key: &DecisionKey,
         (shared, cost): (&InstanceDefaults, StepCost),
-    ) -> (HostSettings, [InstanceSettings; 2]) {
+    ) -> (PayloadHostSettings, [InstanceSettings; 2]) {
         let base = PayloadConfig { pool: POOL, ..PayloadConfig::default() };
         let mut config = self.pool.draw(&key.part("pool"), base);
         config.pool = config.pool.max(PAGE).next_multiple_of(PAGE);
@@ -141,7 +141,7 @@ impl HostSpec {
             protocol: protocol.clone(),
             fabric: super::limits::within_credits(fabric),
         });
-        (HostSettings { name, instance, config }, cores)
+        (PayloadHostSettings { name, instance, config }, cores)
     }
 }
 
@@ -157,7 +157,7 @@ impl TopologySpec {
         &self,
         seed: u64,
         shared: (&InstanceDefaults, StepCost),
-    ) -> (Vec<HostSettings>, Vec<InstanceSettings>) {
+    ) -> (Vec<PayloadHostSettings>, Vec<InstanceSettings>) {
         let (mut hosts, mut instances) = (Vec::new(), Vec::new());
         for (table, names) in self.host_tables() {
             let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
@@ -179,7 +179,7 @@ impl StreamSpec {
         &self,
         (file, table): (&FileName, u64),
         seed: u64,
-        hosts: &[HostSettings],
+        hosts: &[PayloadHostSettings],
     ) -> Result<Vec<WorkloadStream>, ScenarioError> {
         let key = DecisionKey::new(seed, "stream").actor(table);
         let mut begins = Nanos::ZERO;
@@ -197,7 +197,7 @@ impl StreamSpec {
         file: &FileName,
         begins: Nanos,
         key: &DecisionKey,
-        hosts: &[HostSettings],
+        hosts: &[PayloadHostSettings],
     ) -> Result<WorkloadStream, ScenarioError> {
         let from = self.place(file, &self.from, key.part("from"), hosts)?;
         let empty = self.empty.draw(&key.part("empty.rate")).0;
@@ -248,7 +248,7 @@ impl StreamSpec {
         file: &FileName,
         name: &Option<Distribution<InstanceName>>,
         key: DecisionKey,
-        hosts: &[HostSettings],
+        hosts: &[PayloadHostSettings],
     ) -> Result<u16, ScenarioError> {
         let any = below(key.part("any").get(), hosts.len() as u64) as u16;
         let Some(name) = name else { return Ok(any) };

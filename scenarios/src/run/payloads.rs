@@ -16,7 +16,7 @@ pub enum Served {
 /// A host whose pool has payloads. Of its two cores others pull from one and it pulls with the
 /// other; both are in [`super::Run::instances`] and have the pool as their KV.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct HostSettings {
+pub struct PayloadHostSettings {
     pub name: String,
     /// Index of its prefill core; its decode core is the next one.
     pub instance: u16,

@@ -374,6 +374,10 @@ impl PayloadCore {
         number: u64,
     ) -> bool {
         let Some(source) = self.sources.get_mut(host) else { return false };
+        let is_newest = source.coming.iter().chain(source.done.keys()).all(|it| *it < number);
+        if planted!("an-offer-has-the-largest-number") && !is_newest {
+            return false;
+        }
         source.incarnation == Some(incarnation)
             && !source.done.contains_key(&number)
             && source.coming.insert(number)

@@ -66,7 +66,8 @@ impl PayloadCore {
             return Some(why.clone());
         }
         let (why, chunks) = self.ended.get(&place.stream())?;
-        let was_put = place.key.chunk.is_some_and(|chunk| chunk < *chunks);
+        let was_put = place.key.chunk.is_some_and(|chunk| chunk < *chunks)
+            && !planted!("what-is-forgotten-is-beyond-the-end");
         let is_forgotten = was_put && *why == PayloadFailure::Ended;
         Some(if is_forgotten { PayloadFailure::Expired } else { why.clone() })
     }

@@ -89,8 +89,9 @@ impl Simulation {
                 self.stage_after(reads, StageEvent::HasRead { stream, receiver, client });
             }
             PayloadAnswer::Missing { key: missed, failure } if missed == key => {
+                let is_whole = self.stages.streams[at.0 as usize].work.is_whole;
                 let outcome = match failure {
-                    PayloadFailure::Ended => ReceiverOutcome::Finished,
+                    PayloadFailure::Ended if !is_whole => ReceiverOutcome::Finished,
                     failure => ReceiverOutcome::Missing(failure),
                 };
                 self.receiver_ends(at, outcome);

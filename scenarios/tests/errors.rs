@@ -29,7 +29,7 @@ fn unknown_keys_are_named_with_the_nearest_known_one() {
     check("[workloads]\n", "2: unknown key `workloads` in the file; did you mean `workload`?");
     check(
         "[expect]\nzzzzzzzz = 1",
-        "3: unknown key `zzzzzzzz` in expect; known here: hold, exit, requests, operations, first_tokens, within",
+        "3: unknown key `zzzzzzzz` in expect; known here: hold, exit, requests, receivers, operations, first_tokens, within",
     );
     check(
         "[[fault]]\nkind = \"wire.loss\"\nchance = 0.1\n[[fault]]\nkind = \"wire.loss\"\nchanse = 0.1",
@@ -74,6 +74,26 @@ fn sizes_that_cannot_be_are_refused() {
     check(
         "[model]\npreset = \"deepseek-r1\"\n[topology]\nhardware = \"mi300x\"\nprefill = [{ tp = 2 }]",
         "6: the weights of deepseek-r1 do not fit into 2 x mi300x with TP 2; use a larger `tp`, or set `blocks`",
+    );
+}
+
+#[test]
+fn payloads_need_hosts_that_can_have_them() {
+    check(
+        "[topology]\nserves = \"payloads\"",
+        "3: payloads are served and there are no hosts; add `hosts`",
+    );
+    check(
+        "[topology]\nhosts = [{ count = 2 }]\n[[stream]]\nto = \"h2\"",
+        "5: no host is named `h2`; use any, or one of h0, h1",
+    );
+    check(
+        "[topology]\nhosts = [{ pool = { bytes = \"8KiB\" } }]\n[[stream]]\nbytes = 10000",
+        "4: a payload of 10000 B fits no pool of 8192 B; give the hosts larger pools",
+    );
+    check(
+        "[topology]\nhosts = [{ name = \"p0\" }]",
+        "3: two instances are named `p0`; give each `name` once",
     );
 }
 

@@ -155,3 +155,98 @@ impl PayloadWaits {
         self.waiting.iter().map(|((stream, receiver), waits)| (*stream, *receiver, waits.host))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0};
+    use crate::observation::{Observation, ReceiverOutcome};
+    use kvferry_engine::core::payload::PayloadFailure;
+
+    fn bench(id: InvariantId) -> InvariantBench {
+        let mut bench = InvariantBench::new(id);
+        let core = &[0, 1, 2, 3];
+        bench.see(Observation::Settled { core, frozen: &[], broken: &[] });
+        bench
+    }
+
+    fn see(bench: &mut InvariantBench, host: SimProcessId, sight: PayloadSight<'_>) {
+        bench.see(Observation::Payload { host, sight });
+    }
+
+    fn asked(bench: &mut InvariantBench, chunk: u32) {
+        let sight = PayloadSight::Asked { stream: 0, receiver: 0, chunk, is_named: false };
+        see(bench, D0, sight);
+    }
+
+    fn produced(bench: &mut InvariantBench, put: u32, how: &ProducerEnd) {
+        see(bench, P0, PayloadSight::Produced { stream: 0, put, how });
+    }
+
+    fn overdue(bench: &mut InvariantBench, chunk: u32) {
+        see(bench, D0, PayloadSight::Overdue { stream: 0, receiver: 0, chunk });
+    }
+
+    #[test]
+    fn who_waits_in_vain_for_what_is_known_not_to_come_is_reported() {
+        for (chunk, how, is_known) in [
+            (0, ProducerEnd::Ended, true),
+            (0, ProducerEnd::HostGone, false),
+            (1, ProducerEnd::HostGone, true),
+            (1, ProducerEnd::Left, true),
+        ] {
+            let mut bench = bench(InvariantId::EveryRequestEnds);
+            asked(&mut bench, chunk);
+            bench.pass(Nanos::from_ms(1));
+            produced(&mut bench, chunk, &how);
+            overdue(&mut bench, chunk);
+            let departed = ReceiverOutcome::Departed;
+            let ended = PayloadSight::Ended { stream: 0, receiver: 0, chunk, outcome: &departed };
+            see(&mut bench, D0, ended);
+            match is_known {
+                false => bench.holds(),
+                true => bench.fails("receiver 0 at d0 waits since"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_lost_host_is_missed_in_time() {
+        for (after, is_late) in [(1, false), (60, true)] {
+            let mut bench = bench(InvariantId::EveryRequestEnds);
+            asked(&mut bench, 1);
+            bench.pass(Nanos::from_ms(1));
+            produced(&mut bench, 1, &ProducerEnd::HostGone);
+            bench.pass(Nanos::from_secs(after));
+            let outcome = &ReceiverOutcome::Missing(PayloadFailure::PeerGone("p0".into()));
+            see(&mut bench, D0, PayloadSight::Ended { stream: 0, receiver: 0, chunk: 1, outcome });
+            match is_late {
+                false => bench.holds(),
+                true => bench.fails("learned later than by"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_receiver_without_an_end_is_reported() {
+        let mut bench = bench(InvariantId::EveryRequestEnds);
+        asked(&mut bench, 0);
+        bench.finish();
+        bench.fails("receiver 0 at d0 of stream 0 has no end");
+    }
+
+    #[test]
+    fn what_comes_after_the_faults_arrives() {
+        for outcome in [ReceiverOutcome::Finished, ReceiverOutcome::Departed] {
+            let mut bench = bench(InvariantId::Heals);
+            see(&mut bench, P0, PayloadSight::Begins { stream: 0 });
+            asked(&mut bench, 0);
+            let outcome = &outcome;
+            see(&mut bench, D0, PayloadSight::Ended { stream: 0, receiver: 0, chunk: 1, outcome });
+            match outcome {
+                ReceiverOutcome::Finished => bench.holds(),
+                _ => bench.fails("stream 0 from p0 to d0 came after the faults"),
+            }
+        }
+    }
+}

@@ -201,3 +201,74 @@ impl Invariant for PayloadsArrive {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0};
+
+    fn see(bench: &mut InvariantBench, host: SimProcessId, sight: PayloadSight<'_>) {
+        bench.see(Observation::Payload { host, sight });
+    }
+
+    fn ended(chunk: u32, outcome: &ReceiverOutcome) -> PayloadSight<'_> {
+        PayloadSight::Ended { stream: 0, receiver: 0, chunk, outcome }
+    }
+
+    fn produced<'a>(bench: &mut InvariantBench, put: u32, how: &'a ProducerEnd) {
+        see(bench, P0, PayloadSight::Produced { stream: 0, put, how });
+    }
+
+    #[test]
+    fn bytes_that_differ_and_broken_rules_are_reported() {
+        let mut bench = InvariantBench::new(InvariantId::PayloadsArrive);
+        let got = |wrong| PayloadSight::Got { stream: 0, receiver: 0, chunk: 3, wrong };
+        see(&mut bench, D0, got(None));
+        bench.holds();
+        see(&mut bench, D0, got(Some("of which bytes differ")));
+        bench.fails("receiver 0 at d0 has chunk 3 of stream 0, of which bytes differ");
+        let mut bench = InvariantBench::new(InvariantId::PayloadsArrive);
+        see(&mut bench, D0, PayloadSight::Misuse { rule: "the ticket is in use" });
+        bench.fails("at d0: the ticket is in use");
+    }
+
+    #[test]
+    fn a_stream_does_not_end_before_its_last_chunk() {
+        for chunk in [1, 2] {
+            let mut bench = InvariantBench::new(InvariantId::PayloadsArrive);
+            produced(&mut bench, 2, &ProducerEnd::Ended);
+            see(&mut bench, D0, ended(chunk, &ReceiverOutcome::Finished));
+            match chunk {
+                2 => bench.holds(),
+                _ => bench.fails("was told that it ended with 1 chunks"),
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_come_has_a_cause() {
+        let gone = ReceiverOutcome::Missing(PayloadFailure::ProducerGone);
+        for how in [ProducerEnd::Left, ProducerEnd::Ended] {
+            let mut bench = InvariantBench::new(InvariantId::PayloadsArrive);
+            see(&mut bench, D0, ended(0, &gone));
+            bench.holds();
+            produced(&mut bench, 1, &how);
+            match how {
+                ProducerEnd::Left => bench.holds(),
+                _ => bench.fails("was told ProducerGone, but its producer ended with Ended"),
+            }
+        }
+        // A host is lost by a fault at one of the two.
+        let lost = ReceiverOutcome::Missing(PayloadFailure::PeerGone("p0".into()));
+        for hit in [Some(P0.instance), Some(7)] {
+            let mut bench = InvariantBench::new(InvariantId::PayloadsArrive);
+            bench.see(Observation::Faulted { kind: FaultKind::Pause, from: hit, to: None });
+            produced(&mut bench, 1, &ProducerEnd::HostGone);
+            see(&mut bench, D0, ended(0, &lost));
+            match hit {
+                Some(0) => bench.holds(),
+                _ => bench.fails("was told PeerGone(\"p0\")"),
+            }
+        }
+    }
+}

@@ -474,6 +474,13 @@ impl HostWorld {
         let deployment = (what / 64 % 2).to_string();
         let place = ScopedKey { deployment: deployment.as_str().into(), key };
         let (to_source, is_known) = (what & 8 == 0, what & 32 == 0);
+        if let (true, Some(stamp)) =
+            (to_source, self.latest.get(&(host, (what / 64 % 2).into(), place.key.clone())))
+        {
+            // Whoever says that it wants it may get it.
+            let put = self.puts.get_mut(stamp).expect("it was put");
+            put.lost += u32::from(what % 8 == 4);
+        }
         let note = match what % 8 {
             0 => PayloadNote::Done { number, got: true },
             1 => PayloadNote::Done { number, got: false },

@@ -370,7 +370,8 @@ impl PayloadCore {
         let is_copy = self.payloads.get(place).is_some_and(|payload| payload.origin.is_some());
         self.withdraw(place, turn);
         if is_copy {
-            return self.ask_again(place, turn);
+            self.ask_again(place, turn);
+            return self.fail_local_wants(place, turn);
         }
         self.spent.insert(place.clone(), why.clone());
         self.fail_wants(place, why, turn);
@@ -387,6 +388,22 @@ impl PayloadCore {
             self.fail_want(receiver, place, why, turn);
         }
         self.ask_hosts(place, turn);
+    }
+
+    /// What came from another host is gone. Who waits for what is put here waits in vain if that is
+    /// over.
+    fn fail_local_wants(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let over = self.over(place).filter(|_| !planted!("a-copy-leaves-others-waiting"));
+        let Some(why) = over else { return };
+        let waiting = self.wants.get(place).into_iter().flatten();
+        let is_local = |waits: &&WaitingReceiver| {
+            matches!(waits.source, WantSource::Here | WantSource::Process(_))
+        };
+        let local = waiting.filter(is_local).map(|waits| waits.receiver);
+        for receiver in local.collect::<Vec<_>>() {
+            self.unwant(receiver, place, turn);
+            self.fail_want(receiver, place, &why, turn);
+        }
     }
 
     /// Tells all hosts that wait for a payload that it does not come.

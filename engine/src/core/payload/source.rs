@@ -3,8 +3,9 @@
 //!
 //! A loan has an end of its own on each side: the prefill core says when nobody reads
 //! ([`PrefillAnswer::SourceFree`]), the other host whether it has the payload
-//! ([`PayloadNote::Done`]). As long as the host has not said so, and has not begun anew, the payload is
-//! its own and nobody else's.
+//! ([`PayloadNote::Done`]). As long as the host has not said so, the payload is its own and nobody
+//! else's; if it does not say so any more, as it has begun anew or is out of reach for long, it counts
+//! as having what it has read.
 
 use super::exchange::{HeldPayload, PayloadReceiver, WantSource};
 use super::io::{ClaimId, PayloadEffect, PayloadFailure};
@@ -46,6 +47,8 @@ struct PayloadLoan {
     is_pulled: bool,
     /// What the host said of it: whether it has it.
     got: Option<bool>,
+    /// The host does not say it any more: it has it if it has read it.
+    is_lost: bool,
 }
 
 /// What other hosts get here.
@@ -222,7 +225,12 @@ impl PayloadCore {
     pub(super) fn receiver_lost(&mut self, host: PeerHost, turn: &mut PayloadTurn<'_>) {
         let open = self.source.open.iter().filter(|((_, of), _)| *of == host);
         for number in open.map(|(_, number)| *number).collect::<Vec<_>>() {
-            self.loan_done(number, true, turn);
+            match self.source.loans.get_mut(&number) {
+                Some(loan) if loan.is_pulled && !planted!("what-nobody-read-is-lost") => {
+                    loan.is_lost = true;
+                }
+                _ => self.loan_done(number, true, turn),
+            }
         }
     }
 
@@ -399,7 +407,10 @@ impl PayloadCore {
             of.wants.remove(&place);
             of.loans += 1;
         }
-        self.pull(PayloadLoan { host, claim, place, is_pulled: true, got: None }, turn);
+        self.pull(
+            PayloadLoan { host, claim, place, is_pulled: true, got: None, is_lost: false },
+            turn,
+        );
     }
 
     /// The host that a payload was offered to asks again.
@@ -464,6 +475,9 @@ impl PayloadCore {
         if unread && loan.got.is_none() {
             // Nobody came for it, nor can any more.
             return self.loan_done(number, false, turn);
+        }
+        if loan.is_lost {
+            return self.loan_done(number, true, turn);
         }
         self.settle_loan(number, turn);
     }

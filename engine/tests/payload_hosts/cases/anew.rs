@@ -24,6 +24,22 @@ fn what_a_host_got_that_never_comes_back_is_not_waited_for() {
 }
 
 #[test]
+fn what_a_host_never_read_is_for_others() {
+    let mut bench = HostBench::new(3, 16);
+    bench.want_from(1, chunk(0), 0);
+    bench.pass(50);
+    // What is offered to it gets there no more.
+    bench.cluster.crash(1, false);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want_from(2, chunk(0), 0);
+    bench.cluster.restart(1);
+    bench.join(1, TALKER, "1");
+    bench.want_from(1, chunk(1), 0);
+    bench.pass(10_000);
+    assert_eq!(bench.arrived().0, 2);
+}
+
+#[test]
 fn a_host_out_of_reach_says_what_became_of_it_when_it_is_back() {
     let mut bench = HostBench::new(3, 16);
     bench.put(0, chunk(0), 5, 1);

@@ -181,6 +181,25 @@ fn what_is_left_of_a_copy_is_for_other_hosts() {
 }
 
 #[test]
+fn who_waits_beside_a_copy_of_another_host_learns_that_the_own_one_is_gone() {
+    let mut bench = HostBench::new(2, 16);
+    bench.join(1, THINKER, "0");
+    // Of this host all have it.
+    bench.put(1, chunk(0), 5, 1);
+    bench.tell(1, TALKER, PayloadHook::WantFrom { key: chunk(0), host: prefill_name(1) });
+    let (.., claim, _, _) = bench.arrived();
+    bench.tell(1, TALKER, PayloadHook::Release { claim });
+    bench.put(0, chunk(0), 5, 1);
+    bench.want_from(1, chunk(0), 0);
+    bench.pass(50);
+    let (.., claim, _, _) = bench.arrived();
+    bench.tell(1, OTHER, PayloadHook::WantFrom { key: chunk(0), host: prefill_name(1) });
+    assert_eq!(bench.told(), [], "it may come back");
+    bench.tell(1, TALKER, PayloadHook::Release { claim });
+    assert_eq!(bench.missing(), PayloadFailure::Taken);
+}
+
+#[test]
 fn who_lacks_it_may_put_it_again() {
     let mut bench = HostBench::new(3, 16);
     bench.join(1, THINKER, "0");

@@ -34,8 +34,8 @@ pub(super) struct PayloadsArrive {
 }
 
 fn is_tight(host: &PayloadHostSettings) -> bool {
-    let PayloadConfig { pool, hold, .. } = host.config;
-    host.config != PayloadConfig { pool, hold, ..PayloadConfig::default() }
+    let PayloadConfig { pool, hold, room, .. } = host.config;
+    host.config != PayloadConfig { pool, hold, room, ..PayloadConfig::default() }
 }
 
 impl PayloadsArrive {

@@ -4,6 +4,7 @@ use super::clients::ClientOutcome;
 use super::event::SimEvent;
 use super::liveness::{has_probes, switch_at};
 use super::process::{SimInstance, SimProcess};
+use super::stages::SimStages;
 use super::{MachineId, ReadyStep, SimMachine, Simulation};
 use crate::dma::SimDataPlane;
 use crate::invariants::LivenessBounds;
@@ -22,6 +23,11 @@ const STUCK: Nanos = Nanos::from_secs(60);
 
 /// Without any progress for this long, faults that have not hit yet are not going to.
 const IDLE: Nanos = Nanos::from_secs(20);
+
+/// How long a stream without a producer is waited for; zero without hosts.
+fn patience(run: &Run) -> Nanos {
+    if run.hosts.is_empty() { Nanos::ZERO } else { SimStages::new(run).patience }
+}
 
 /// Hosts that were cut off from each other for good remember what they have to tell for longer.
 fn rest(run: &Run) -> Nanos {
@@ -65,7 +71,7 @@ impl Quiescence {
         Quiescence {
             within: run.expect.within,
             hold: limits.lease.scale(2, 1) + limits.silent + rest(run),
-            stuck: if run.hosts.is_empty() { STUCK } else { STUCK + limits.lease.scale(4, 1) },
+            stuck: STUCK + patience(run).scale(2, 1),
             progress: Nanos::ZERO,
             served: Nanos::ZERO,
             switch: switch_at(run),

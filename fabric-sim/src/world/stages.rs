@@ -125,7 +125,7 @@ impl SimStages {
             clients: BTreeMap::new(),
             next_client: 0,
             last: last_start(run),
-            patience: limits.end() + limits.lease.scale(2, 1) + Nanos::from_secs(5),
+            patience: limits.end() + limits.lease.scale(2, 1) + room(run) + Nanos::from_secs(5),
         }
     }
 
@@ -138,6 +138,11 @@ impl SimStages {
     pub(super) fn all_probed(&self) -> bool {
         self.streams.len() - self.own >= PROBES
     }
+}
+
+/// How long what comes from another host waits for room.
+fn room(run: &Run) -> Nanos {
+    run.hosts.iter().map(|host| host.config.room).max().unwrap_or(Nanos::ZERO)
 }
 
 /// When the last process of a stage begins.

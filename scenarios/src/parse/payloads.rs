@@ -44,6 +44,7 @@ settings! {
     struct PoolSpec sets PayloadConfig {
         bytes: ByteVolume => pool;
         hold: Nanos;
+        room: Nanos;
         slots_max: u32, in COUNT;
         clients_max: u32, in COUNT;
         payloads_max: u32, in COUNT;
@@ -57,6 +58,9 @@ settings! {
 
 /// Bytes of a pool, unless its table says otherwise.
 const POOL: u64 = 1 << 20;
+
+/// How long what comes from another host waits for room, unless its table says otherwise.
+const ROOM: Nanos = Nanos::from_secs(5);
 
 section! {
     /// One table of `stream`.
@@ -118,7 +122,7 @@ impl HostSpec {
         key: &DecisionKey,
         (shared, cost): (&InstanceDefaults, StepCost),
     ) -> (PayloadHostSettings, [InstanceSettings; 2]) {
-        let base = PayloadConfig { pool: POOL, ..PayloadConfig::default() };
+        let base = PayloadConfig { pool: POOL, room: ROOM, ..PayloadConfig::default() };
         let mut config = self.pool.draw(&key.part("pool"), base);
         config.pool = config.pool.max(PAGE).next_multiple_of(PAGE);
         let protocol = self.protocol.draw(&key.part("protocol"), shared.protocol.clone());

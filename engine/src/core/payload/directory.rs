@@ -261,8 +261,13 @@ impl PayloadCore {
         // What it offers next may be what it is still to hear of.
         self.tell_done(host, turn);
         for place in self.asks_of(host) {
-            self.set_ask(host, &place, AskState::Unasked);
-            self.say_wants(&place, turn);
+            // Who is told when what comes has failed is not to wait for what is put anew.
+            let is_lost = self.comes_from(host, &place)
+                && self.asks.get(&place).is_some_and(|ask| ask.missing(host).is_some());
+            if !is_lost {
+                self.set_ask(host, &place, AskState::Unasked);
+                self.say_wants(&place, turn);
+            }
         }
         self.leave_if_idle(host, turn);
     }
@@ -274,10 +279,11 @@ impl PayloadCore {
         }
         for place in self.asks_of(host) {
             let asked = self.asks.get(&place).and_then(|ask| ask.hosts.get(host));
-            if asked.is_some_and(|asked| asked.state.is_open()) {
+            if asked.is_some_and(|asked| asked.state.is_open()) || self.comes_from(host, &place) {
                 let gone = PayloadFailure::PeerGone(host.0.clone());
                 self.set_ask(host, &place, AskState::Missing(gone));
                 self.settle_ask(&place, None, turn);
+                self.ask_in(host, &place, MEET_PAUSE, turn);
             }
         }
     }

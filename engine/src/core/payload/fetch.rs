@@ -131,6 +131,12 @@ impl PayloadCore {
         self.fetches.insert(id, PayloadFetch { place, origin, number, bytes, state, is_cancelled });
     }
 
+    /// True if a payload is on its way from this host.
+    pub(super) fn comes_from(&self, host: &EngineId, place: &ScopedKey) -> bool {
+        let fetch = self.fetching.get(place).and_then(|id| self.fetches.get(id));
+        fetch.is_some_and(|fetch| fetch.origin.host == *host)
+    }
+
     /// The decode core tells.
     pub(super) fn fetched(&mut self, answer: DecodeAnswer, turn: &mut PayloadTurn<'_>) {
         let Ok(id) = answer.request().0.parse::<u64>() else { return };

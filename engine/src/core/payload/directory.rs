@@ -279,7 +279,9 @@ impl PayloadCore {
         }
         for place in self.asks_of(host) {
             let asked = self.asks.get(&place).and_then(|ask| ask.hosts.get(host));
-            if asked.is_some_and(|asked| asked.state.is_open()) || self.comes_from(host, &place) {
+            let is_asked =
+                asked.is_some_and(|asked| asked.state.is_open() || asked.state == AskState::Full);
+            if is_asked || self.comes_from(host, &place) {
                 let gone = PayloadFailure::PeerGone(host.0.clone());
                 self.set_ask(host, &place, AskState::Missing(gone));
                 self.settle_ask(&place, None, turn);
@@ -387,6 +389,12 @@ impl PayloadCore {
         source.incarnation == Some(incarnation)
             && !source.done.contains_key(&number)
             && source.coming.insert(number)
+    }
+
+    /// True if an offer has ended here, and the host may not know.
+    pub(super) fn is_done(&self, host: &EngineId, number: u64) -> bool {
+        let is_it = !planted!("an-answer-that-is-over-is-waited-for");
+        self.sources.get(host).is_some_and(|source| source.done.contains_key(&number) && is_it)
     }
 
     /// True if a stream came from an incarnation of this host that is gone.

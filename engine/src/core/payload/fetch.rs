@@ -107,6 +107,10 @@ impl PayloadCore {
     ) {
         let host = origin.host.clone();
         if !self.is_new_offer(&host, origin.incarnation, number) {
+            // It was offered before the host knew that this is over, and what was asked is answered.
+            if self.is_done(&host, number) && self.is_asked(&host, &place) {
+                self.ask_later(&host, &place, turn);
+            }
             return;
         }
         let is_asked = self.answered(&host, &place);

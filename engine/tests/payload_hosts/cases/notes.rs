@@ -43,15 +43,19 @@ impl NoteBench {
 
     /// Host 1 offers a chunk; true if it is fetched.
     fn offered(&mut self, index: u64, number: u64) -> bool {
-        let place = ScopedKey { deployment: "a".into(), key: chunk(index) };
-        let note = PayloadNote::Offer { place, number, bytes: 10, generation: number };
-        let (peer, incarnation) = (prefill_name(1), Incarnation(1));
-        let news = DirectoryNews::Told { peer, incarnation, note };
-        let effects = self.tell(PayloadInput::DecodePeer(news));
+        let effects = self.offer(index, number);
         let is_fetch = |effect: &PayloadEffect| {
             matches!(effect, PayloadEffect::Decode(DecodeHook::Arrived { .. }))
         };
         effects.iter().any(is_fetch)
+    }
+
+    fn offer(&mut self, index: u64, number: u64) -> Vec<PayloadEffect> {
+        let place = ScopedKey { deployment: "a".into(), key: chunk(index) };
+        let note = PayloadNote::Offer { place, number, bytes: 10, generation: number };
+        let (peer, incarnation) = (prefill_name(1), Incarnation(1));
+        let news = DirectoryNews::Told { peer, incarnation, note };
+        self.tell(PayloadInput::DecodePeer(news))
     }
 }
 
@@ -89,4 +93,20 @@ fn what_was_asked_of_a_host_that_began_anew_is_gone() {
     assert_eq!(answers(bench.met(2)), [missing]);
     // What is asked of the new one may be put there.
     assert_eq!(answers(bench.hook(named(1))), []);
+}
+
+#[test]
+fn what_is_answered_with_what_is_over_is_asked_again() {
+    let mut bench = NoteBench::new();
+    let want = PayloadHook::Want { key: chunk(0), producer: None };
+    bench.hook(want.clone());
+    bench.met(1);
+    // Nobody waits for it any more, so it is over as soon as it is offered.
+    bench.hook(PayloadHook::Abandon { key: chunk(0) });
+    assert!(!bench.offered(0, 1));
+    // The host has heard that it is wanted again, and not yet that it is over.
+    bench.hook(want);
+    bench.met(1);
+    assert!(!bench.offered(0, 1));
+    assert!(bench.0.deadline().is_some(), "it is asked again");
 }

@@ -3,9 +3,10 @@
 
 use super::{CheckContext, LivenessBounds};
 use crate::observation::{PayloadSight, ProducerEnd, SimProcessId};
+use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_engine::core::time::Nanos;
-use kvferry_scenarios::run::Run;
+use kvferry_scenarios::run::{InstanceSettings, Run};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A receiver that has not ended.
@@ -43,9 +44,15 @@ impl PayloadWaits {
                 || host.streams_max < usual.streams_max
                 || host.host_payloads_max < usual.host_payloads_max
         };
+        // Prompts that wait for their lease are all that such a core takes.
+        let full = |one: &InstanceSettings| {
+            let core = &one.protocol.core;
+            core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
+        };
         PayloadWaits {
             own: run.streams.len() as u32,
-            is_tight: run.hosts.iter().any(|host| few(&host.config)),
+            is_tight: run.hosts.iter().any(|host| few(&host.config))
+                || run.instances.iter().any(full),
             ..PayloadWaits::default()
         }
     }

@@ -43,7 +43,7 @@ pub(super) enum StageEvent {
 
 /// Whose process a client of a host is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum StageProcess {
+enum SimStageProcess {
     Producer(u32),
     Receiver(u32, u16),
 }
@@ -104,7 +104,7 @@ pub(super) struct SimStages {
     streams: Vec<SimStream>,
     /// Streams of the workload.
     own: usize,
-    clients: BTreeMap<(u16, PayloadClient), StageProcess>,
+    clients: BTreeMap<(u16, PayloadClient), SimStageProcess>,
     next_client: u32,
     /// Streams that are not closed.
     pub(super) open: usize,
@@ -187,7 +187,7 @@ impl Simulation {
         &mut self,
         host: u16,
         stage: &str,
-        process: Option<StageProcess>,
+        process: Option<SimStageProcess>,
     ) -> Option<PayloadClient> {
         if !self.host_lives(host) {
             return None;
@@ -253,8 +253,8 @@ impl Simulation {
     /// A host answers a process.
     pub(super) fn stage_told(&mut self, host: u16, client: PayloadClient, answer: PayloadAnswer) {
         match self.stages.clients.get(&(host, client)).copied() {
-            Some(StageProcess::Producer(stream)) => self.producer_told(stream, client, answer),
-            Some(StageProcess::Receiver(stream, receiver)) => {
+            Some(SimStageProcess::Producer(stream)) => self.producer_told(stream, client, answer),
+            Some(SimStageProcess::Receiver(stream, receiver)) => {
                 self.receiver_told((stream, receiver), client, answer);
             }
             None => {}
@@ -272,13 +272,13 @@ impl Simulation {
         }
     }
 
-    fn process_lost(&mut self, process: StageProcess) {
+    fn process_lost(&mut self, process: SimStageProcess) {
         match process {
-            StageProcess::Producer(stream) => {
+            SimStageProcess::Producer(stream) => {
                 self.stages.streams[stream as usize].producer.client = None;
                 self.producer_ends(stream, ProducerEnd::HostGone);
             }
-            StageProcess::Receiver(stream, receiver) => {
+            SimStageProcess::Receiver(stream, receiver) => {
                 self.receiver_of((stream, receiver)).client = None;
                 self.receiver_ends((stream, receiver), ReceiverOutcome::HostGone);
             }
@@ -294,7 +294,7 @@ impl Simulation {
         self.stream_moved(stream);
         let from = self.stages.streams[stream as usize].work.from;
         self.see_payload(from, PayloadSight::Begins { stream });
-        let process = Some(StageProcess::Producer(stream));
+        let process = Some(SimStageProcess::Producer(stream));
         match self.stage_joins(from, "0", process) {
             Some(client) => {
                 self.stages.streams[stream as usize].producer.client = Some(client);

@@ -138,6 +138,11 @@ impl PeerManager {
                 connection,
                 message: Message::Payload { note },
             }) if self.has_payloads(*connection) => self.told(*connection, note, turn),
+            // It came together with what ended the connection.
+            PeerManagerEvent::Peer(PeerEvent::Message {
+                connection,
+                message: Message::Payload { .. },
+            }) if self.info(*connection).is_none() => true,
             _ => false,
         }
     }

@@ -1,7 +1,7 @@
 //! Receivers of streams: each asks for one chunk after another until it is told that there is none.
 
 use super::super::Simulation;
-use super::{SimReceiver, StageEvent, StageProcess, each_word};
+use super::{SimReceiver, SimStageProcess, StageEvent, each_word};
 use crate::observation::{PayloadSight, ReceiverOutcome};
 use kvferry_engine::core::payload::{
     ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey,
@@ -28,7 +28,7 @@ impl Simulation {
     pub(super) fn receiver_begins(&mut self, at: ReceiverIx) {
         self.stream_moved(at.0);
         let StreamReceiver { host, gone, .. } = self.receiver_work(at);
-        let process = Some(StageProcess::Receiver(at.0, at.1));
+        let process = Some(SimStageProcess::Receiver(at.0, at.1));
         let Some(client) = self.stage_joins(host, "1", process) else {
             return self.receiver_ends(at, ReceiverOutcome::HostGone);
         };

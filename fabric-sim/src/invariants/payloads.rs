@@ -215,7 +215,7 @@ mod tests {
         PayloadSight::Ended { stream: 0, receiver: 0, chunk, outcome }
     }
 
-    fn produced<'a>(bench: &mut InvariantBench, put: u32, how: &'a ProducerEnd) {
+    fn produced(bench: &mut InvariantBench, put: u32, how: &ProducerEnd) {
         see(bench, P0, PayloadSight::Produced { stream: 0, put, how });
     }
 

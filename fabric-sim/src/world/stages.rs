@@ -12,7 +12,7 @@ use kvferry_engine::core::payload::{
 };
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::decide::{kind, mix};
-use kvferry_scenarios::run::{Run, StreamEnd, StreamReceiver, WorkloadChunk, WorkloadStream};
+use kvferry_scenarios::run::{Run, StreamReceiver, WorkloadChunk, WorkloadEnd, WorkloadStream};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Of what the bytes of a payload are made.
@@ -317,15 +317,17 @@ impl Simulation {
         let SimStream { work, .. } = &self.stages.streams[stream as usize];
         let (from, end, name) = (work.from, work.end, self.stream_name(stream));
         let (hook, how) = match end {
-            StreamEnd::Ends => {
+            WorkloadEnd::Ends => {
                 (PayloadHook::End { stream: name, failure: None }, ProducerEnd::Ended)
             }
-            StreamEnd::GivesUp => {
+            WorkloadEnd::GivesUp => {
                 let failure = Some("it was aborted".into());
                 (PayloadHook::End { stream: name, failure }, ProducerEnd::GaveUp)
             }
-            StreamEnd::CleansUp => (PayloadHook::CleanUp { stream: name }, ProducerEnd::CleanedUp),
-            StreamEnd::Leaves => (PayloadHook::Left, ProducerEnd::Left),
+            WorkloadEnd::CleansUp => {
+                (PayloadHook::CleanUp { stream: name }, ProducerEnd::CleanedUp)
+            }
+            WorkloadEnd::Leaves => (PayloadHook::Left, ProducerEnd::Left),
         };
         if how == ProducerEnd::Left {
             self.stages.streams[stream as usize].producer.client = None;
@@ -501,7 +503,7 @@ impl Simulation {
             copies: 1,
             // What was lent before is kept for a lease.
             wait: self.stages.patience,
-            end: StreamEnd::Ends,
+            end: WorkloadEnd::Ends,
             receivers: to.into_iter().map(receiver).collect(),
         };
         let stream = self.stages.streams.len() as u32;

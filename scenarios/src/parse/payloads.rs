@@ -7,8 +7,8 @@ use crate::cost::StepCost;
 use crate::decide::{DecisionKey, below, chance, kind};
 use crate::doc::FileName;
 use crate::run::{
-    Departure, InstanceSettings, MemoryLayout, PayloadHostSettings, Served, StreamEnd,
-    StreamReceiver, WorkloadChunk, WorkloadStream,
+    Departure, InstanceSettings, MemoryLayout, PayloadHostSettings, Served, StreamReceiver,
+    WorkloadChunk, WorkloadEnd, WorkloadStream,
 };
 use crate::value::{ByteVolume, Distribution, InstanceName, Probability, or};
 use kvferry_engine::core::Nanos;
@@ -19,8 +19,8 @@ use kvferry_faults::{named_values, section, settings};
 
 named_values! {
     Served: "requests" = Served::Requests, "payloads" = Served::Payloads;
-    StreamEnd: "ends" = StreamEnd::Ends, "gives-up" = StreamEnd::GivesUp,
-        "leaves" = StreamEnd::Leaves, "cleans-up" = StreamEnd::CleansUp;
+    WorkloadEnd: "ends" = WorkloadEnd::Ends, "gives-up" = WorkloadEnd::GivesUp,
+        "leaves" = WorkloadEnd::Leaves, "cleans-up" = WorkloadEnd::CleansUp;
     Departure: "abandons" = Departure::Abandons, "cleans-up" = Departure::CleansUp,
         "leaves" = Departure::Leaves;
 }
@@ -80,7 +80,7 @@ section! {
         pause: Distribution<Nanos> = Nanos::ZERO;
         write: Distribution<Nanos> = Nanos::from_us(10);
         wait: Distribution<Nanos> = Nanos::from_secs(10);
-        end: Distribution<StreamEnd> = StreamEnd::Ends;
+        end: Distribution<WorkloadEnd> = WorkloadEnd::Ends;
         receivers: Distribution<u32> = 1, in (1, 64);
         asks: Distribution<Nanos> = Nanos::ZERO;
         reads: Distribution<Nanos> = Nanos::from_us(100);

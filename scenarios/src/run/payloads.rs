@@ -40,7 +40,7 @@ pub struct WorkloadStream {
     /// How long the producer waits for room for each.
     pub wait: Nanos,
     /// What the producer does behind the last chunk.
-    pub end: StreamEnd,
+    pub end: WorkloadEnd,
     /// Each gets every chunk.
     pub receivers: Vec<StreamReceiver>,
 }
@@ -56,7 +56,7 @@ pub struct WorkloadChunk {
 
 /// What the producer of a stream does behind its last chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub enum StreamEnd {
+pub enum WorkloadEnd {
     /// It says that the stream has ended.
     Ends,
     /// It says that what is missing will not come.

@@ -2,11 +2,10 @@
 
 use super::payload_waits::PayloadWaits;
 use super::state::TrackedClient;
-use super::{CheckContext, Invariant};
+use super::{CheckContext, Invariant, takes_few};
 use crate::observation::{
     Observation, ObservationKind, PayloadSight, ReceiverOutcome, SimProcessId,
 };
-use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::payload::PayloadFailure;
@@ -49,13 +48,14 @@ fn is_misfit(now: CheckContext<'_>, why: &Failure, served: &BTreeSet<u16>) -> bo
 impl HealsFastPath {
     pub(super) fn new(run: &Run) -> HealsFastPath {
         let once = |one: &InstanceSettings| one.protocol.transfer.retries_max == 0;
-        let few = |one: &InstanceSettings| {
-            let core = &one.protocol.core;
-            core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
-        };
         let any = |of: &dyn Fn(&InstanceSettings) -> bool| run.instances.iter().any(of);
         let payloads = PayloadWaits::new(run);
-        HealsFastPath { once: any(&once), few: any(&few), payloads, ..HealsFastPath::default() }
+        HealsFastPath {
+            once: any(&once),
+            few: any(&takes_few),
+            payloads,
+            ..HealsFastPath::default()
+        }
     }
 
     /// What the world itself puts at a host of the core arrives at another one.

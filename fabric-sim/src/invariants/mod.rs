@@ -195,6 +195,12 @@ impl LivenessBounds {
     }
 }
 
+/// True for a core that takes so few requests that prompts which wait for their lease are all.
+pub(crate) fn takes_few(one: &InstanceSettings) -> bool {
+    let core = &one.protocol.core;
+    core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
+}
+
 /// The lease that each instance grants, as its readers count it, so that clocks may differ.
 pub(crate) fn usable(run: &Run) -> Vec<Nanos> {
     let drift = |one: &InstanceSettings| one.protocol.core.drift_percent.min(100);

@@ -1,12 +1,11 @@
 //! Who waits for a payload, and who has to be told that it does not come: the part of L1 and of L2
 //! that is about stages.
 
-use super::{CheckContext, LivenessBounds};
+use super::{CheckContext, LivenessBounds, takes_few};
 use crate::observation::{PayloadSight, ProducerEnd, SimProcessId};
-use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_engine::core::time::Nanos;
-use kvferry_scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A receiver that has not ended.
@@ -44,15 +43,10 @@ impl PayloadWaits {
                 || host.streams_max < usual.streams_max
                 || host.host_payloads_max < usual.host_payloads_max
         };
-        // Prompts that wait for their lease are all that such a core takes.
-        let full = |one: &InstanceSettings| {
-            let core = &one.protocol.core;
-            core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
-        };
         PayloadWaits {
             own: run.streams.len() as u32,
             is_tight: run.hosts.iter().any(|host| few(&host.config))
-                || run.instances.iter().any(full),
+                || run.instances.iter().any(takes_few),
             ..PayloadWaits::default()
         }
     }

@@ -4,7 +4,7 @@ use super::clients::ClientOutcome;
 use super::event::SimEvent;
 use super::liveness::{has_probes, switch_at};
 use super::process::{SimInstance, SimProcess};
-use super::stages::SimStages;
+use super::stages::patience;
 use super::{MachineId, ReadyStep, SimMachine, Simulation};
 use crate::dma::SimDataPlane;
 use crate::invariants::LivenessBounds;
@@ -23,11 +23,6 @@ const STUCK: Nanos = Nanos::from_secs(60);
 
 /// Without any progress for this long, faults that have not hit yet are not going to.
 const IDLE: Nanos = Nanos::from_secs(20);
-
-/// How long a stream without a producer is waited for; zero without hosts.
-fn patience(run: &Run) -> Nanos {
-    if run.hosts.is_empty() { Nanos::ZERO } else { SimStages::new(run).patience }
-}
 
 /// Hosts that were cut off from each other for good remember what they have to tell for longer.
 fn rest(run: &Run) -> Nanos {

@@ -116,7 +116,6 @@ pub(super) struct SimStages {
 
 impl SimStages {
     pub(super) fn new(run: &Run) -> SimStages {
-        let limits = LivenessBounds::of(run);
         let streams: Vec<_> = run.streams.iter().cloned().map(SimStream::new).collect();
         SimStages {
             own: streams.len(),
@@ -125,7 +124,7 @@ impl SimStages {
             clients: BTreeMap::new(),
             next_client: 0,
             last: last_start(run),
-            patience: limits.end() + limits.lease.scale(2, 1) + room(run) + Nanos::from_secs(5),
+            patience: patience(run),
         }
     }
 
@@ -140,9 +139,14 @@ impl SimStages {
     }
 }
 
-/// How long what comes from another host waits for room.
-fn room(run: &Run) -> Nanos {
-    run.hosts.iter().map(|host| host.config.room).max().unwrap_or(Nanos::ZERO)
+/// How long a stream without a producer is waited for: for a lost host, twice the lease of what was
+/// lent before, and the time that what comes from another host waits for room. Zero without hosts.
+pub(super) fn patience(run: &Run) -> Nanos {
+    let Some(room) = run.hosts.iter().map(|host| host.config.room).max() else {
+        return Nanos::ZERO;
+    };
+    let limits = LivenessBounds::of(run);
+    limits.end() + limits.lease.scale(2, 1) + room + Nanos::from_secs(5)
 }
 
 /// When the last process of a stage begins.

@@ -10,6 +10,9 @@ another one. With --shared-cores all may use all: then it is chance whether a wo
 way of the other server.
 Prompts are random, so that nothing is cached. The table has medians and 90th percentiles in milliseconds.
 
+With --floor a connector that moves no byte (`floor.py`) has turns, too: both legs of its requests go straight
+to the servers, at the same time.
+
 With --hand-off the legs go straight to the servers of the pairs, and the time is that from the answer of
 the prefill, which has computed its last layer, to the first token of the decode.
 """
@@ -41,7 +44,15 @@ from router import Router  # noqa: E402
 from server import Server  # noqa: E402
 
 TOKENS = 4
+# With `floor.py` beside vLLM.
+FLOOR_ENV = {"PYTHONPATH": f"{pathlib.Path(__file__).resolve().parent}:{os.environ.get('PYTHONPATH', '')}"}
 TURN = 10
+
+
+def floor_at(path: str) -> dict:
+    """The connector that moves no byte, with the socket of its decode there."""
+    extra = {"kv_connector_extra_config": {"floor": path}}
+    return {"kv_connector": "FloorConnector", "kv_connector_module_path": "floor", **extra}
 
 
 def stream(port: int, ids: list[int], **more) -> tuple[float, float]:
@@ -90,6 +101,22 @@ def hand_off(pair: Pair, ids: list[int]) -> float:
                 params = pair.params(transfer, False, pair.prefill)
         _, came = stream(pair.decode.port, ids, **params)
         return (came - answered.result()[0]) * 1e3
+
+
+def floor_token(pair: Pair, ids: list[int]) -> float:
+    """Milliseconds from both legs of a request, which are sent at once, to the first bytes of the decode's
+    stream."""
+
+    def leg(flag: str) -> dict:
+        return {"kv_transfer_params": {flag: True, "floor": key}}
+
+    key = uuid.uuid4().hex
+    with ThreadPoolExecutor(1) as pool:
+        start = time.perf_counter()
+        prefilled = pool.submit(pair.prefill.complete, request(ids, max_tokens=1) | leg("do_remote_decode"))
+        _, came = stream(pair.decode.port, ids, **leg("do_remote_prefill"))
+        prefilled.result()
+    return (came - start) * 1e3
 
 
 def wake(port: int, length: int) -> None:
@@ -142,6 +169,18 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
             both = [pair.prefill, pair.decode]
             targets[f"{name} {mode}"] = (router.port, "/readiness", both, take)
             turn([pair.prefill, pair.decode], signal.SIGSTOP)
+        if args.floor:
+            path = tempfile.mktemp(prefix="kvferry-floor-", suffix=".sock")
+            pair = Pair(mode, model, logs, 0, dict.fromkeys(ROLES, floor_at(path)), FLOOR_ENV)
+            started.append(pair)
+            if not args.shared_cores:
+                pin(pair.prefill, 0)
+                pin(pair.decode, 1)
+            pair.ready()
+            both = [pair.prefill, pair.decode]
+            take = partial(floor_token, pair)
+            targets[f"no bytes {mode}"] = (pair.decode.port, "/health", both, take)
+            turn(both, signal.SIGSTOP)
         single.ready()
         if not args.hand_off:
             take = partial(first_token, single.port)
@@ -177,6 +216,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=50, help="per length and server")
     parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"], choices=["WRITE", "READ"])
     parser.add_argument("--hand-off", action="store_true", help="in place of the time to the first token")
+    parser.add_argument("--floor", action="store_true", help="beside a connector that moves no byte")
     parser.add_argument("--shared-cores", action="store_true", help="no core for each server")
     args = parser.parse_args()
     # Who is stopped is to go on, and to end.

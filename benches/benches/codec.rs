@@ -16,7 +16,7 @@ fn codec(criterion: &mut Criterion) {
     let envelope =
         ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(2), session: 3 };
     let blocks = vec![BlockList::new((0..512).map(|n| n * 7 % 4096).collect())];
-    let announce = Message::Announce { tag: tag(), tokens: 8192, from: 0, blocks };
+    let announce = Message::Announce { tag: tag(), tokens: 8192, from: 0, blocks, verify: None };
     for (name, message) in [("announce 512", announce), ("cancel", Message::Cancel { tag: tag() })]
     {
         let bytes = encode_data(&envelope, 9, &message);

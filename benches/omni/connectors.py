@@ -32,8 +32,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("GLOG_minloglevel", "3")
-# What kvferry's `mori` asks of the memory of a process with vLLM.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Bytes of a payload, and how often it is sent in a round.
 SIZES = {3_305: 200, 65_536: 200, 1_611_713: 40, 16_777_216: 8, 134_217_728: 3}
@@ -320,8 +318,6 @@ def main() -> None:
     import stand_in
 
     stand_in.unpinned()
-    with contextlib.suppress(ImportError):
-        stand_in.mori()
     # Once, for all processes.
     import vllm_omni.distributed.omni_connectors  # noqa: F401
 

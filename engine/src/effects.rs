@@ -62,6 +62,10 @@ pub fn perform_data(plane: &mut dyn DataPlane, command: DataCommand) -> Option<D
             let refused = plane.submit(slices.submit(op, session, direction)).err();
             refused.map(|why| DataRefusal::Submit { op, why })
         }
+        DataCommand::Digest(batch) => {
+            let id = batch.id;
+            plane.digest(batch).err().map(|why| DataRefusal::Digest { id, why })
+        }
         DataCommand::Quiesce { session, ticket } => {
             plane.quiesce(session, ticket);
             None

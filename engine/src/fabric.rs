@@ -19,9 +19,13 @@
 //! assert!(!limit.fits(&used, &one));
 //! ```
 
+mod digest;
 mod memory;
+mod next_poll;
 
+pub use digest::{DigestBatch, DigestId, DigestParts, digest_of};
 pub use memory::{Memory, OwnMemory};
+pub use next_poll::NextPoll;
 
 use crate::core::ids::{number_id, text_id};
 use crate::core::time::Nanos;
@@ -179,7 +183,7 @@ pub struct Caps {
     pub in_all: Credits,
     /// When written bytes are visible to their owner.
     pub placement: Placement,
-    /// What [`DataPlane::fence`] revokes.
+    /// What [`DataPlane::fence`] revokes at most; a plane may revoke less where less will do.
     pub fence: FenceScope,
     /// How long its owner waits at least for what it cannot hurry.
     #[serde(default)]
@@ -213,7 +217,7 @@ pub enum FenceScope {
     Peer,
     /// The regions the peer has descriptors of; other peers must learn new ones.
     Region,
-    /// The whole backend: a [`DataEvent::Reset`] follows.
+    /// The whole backend: a [`DataEvent::Reset`] follows, unless the peer was kept out by less.
     Backend,
 }
 
@@ -362,6 +366,13 @@ pub enum DataEvent {
         /// Success, or why not.
         outcome: Completion,
     },
+    /// Answer to an accepted [`DataPlane::digest`]; exactly one each.
+    Digested {
+        /// As the caller named it.
+        id: DigestId,
+        /// A digest for each part.
+        result: Result<Vec<u64>, FabricError>,
+    },
     /// No byte of any operation that the session accepted before the ticket can land any more,
     /// and what landed is visible.
     Quiet {
@@ -386,31 +397,6 @@ pub enum DataEvent {
         /// The address with the new incarnation.
         address: Address,
     },
-}
-
-/// When to poll a plane again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NextPoll {
-    /// At once: there is more.
-    Ready,
-    /// Not before this time.
-    At(Nanos),
-    /// When the waker is called.
-    External,
-}
-
-impl NextPoll {
-    /// What two planes that are polled together wish.
-    pub fn sooner(self, other: NextPoll) -> NextPoll {
-        match (self, other) {
-            (NextPoll::Ready, _) | (_, NextPoll::Ready) => NextPoll::Ready,
-            (NextPoll::At(one), NextPoll::At(other)) => NextPoll::At(one.min(other)),
-            (NextPoll::At(at), NextPoll::External) | (NextPoll::External, NextPoll::At(at)) => {
-                NextPoll::At(at)
-            }
-            (NextPoll::External, NextPoll::External) => NextPoll::External,
-        }
-    }
 }
 
 /// Moves bytes between registered memory of this process and of peers.
@@ -480,6 +466,22 @@ pub trait DataPlane: Send {
     /// [`DataPlane::disconnect`]; own operations towards the peer are not touched.
     fn fence(&mut self, peer: PeerId);
 
+    /// True if the plane can [`DataPlane::digest`] its memory.
+    fn digests(&self) -> bool {
+        false
+    }
+
+    /// Digests own memory where it lies, as [`digest_of`] says; answered by
+    /// [`DataEvent::Digested`]. Reads what is there at some time between the call and the answer,
+    /// ahead of what is submitted later if the plane can. It takes its time in small parts, so that
+    /// operations go on meanwhile. Over device memory it is a kernel on a stream of the plane's own.
+    ///
+    /// # Errors
+    /// `Unsupported` if it cannot, `Invalid` for an unknown region or ranges outside it.
+    fn digest(&mut self, _batch: DigestBatch) -> Result<(), Refused> {
+        Err(Refused::Unsupported("digests of this memory".into()))
+    }
+
     /// Who to wake when [`NextPoll::External`] ends.
     fn set_waker(&mut self, waker: Waker);
 
@@ -504,6 +506,23 @@ pub enum LinkKind {
     Notify,
     /// Registration of instances with a router.
     Discovery,
+    /// Handshake of MoRIIO peers with a TP rank above 0, whose memory they ask for; rank 0 is asked
+    /// where peers say hello.
+    RankHandshake(u16),
+    /// What MoRIIO peers tell a TP rank above 0.
+    RankNotify(u16),
+}
+
+impl LinkKind {
+    /// Where MoRIIO peers ask for the memory of a TP rank.
+    pub const fn handshake_of(rank: u16) -> LinkKind {
+        if rank == 0 { LinkKind::Handshake } else { LinkKind::RankHandshake(rank) }
+    }
+
+    /// Where MoRIIO peers tell a TP rank something.
+    pub const fn notify_of(rank: u16) -> LinkKind {
+        if rank == 0 { LinkKind::Notify } else { LinkKind::RankNotify(rank) }
+    }
 }
 
 /// What a control plane reports.

@@ -59,14 +59,14 @@ fn message() -> impl Strategy<Value = Message> {
         (0..5, start).prop_map(|(kind, (tag, tokens, from, blocks, lease))| match kind {
             3 => Message::Ask { tag, tokens },
             4 => Message::Begun { tag },
-            0 => Message::Announce { tag, tokens, from, blocks },
-            1 => Message::Pull { tag, tokens },
-            _ => Message::Grant { tag, tokens, blocks, lease: Nanos(lease) },
+            0 => Message::Announce { tag, tokens, from, blocks, verify: None },
+            1 => Message::Pull { tag, tokens, verify: None },
+            _ => Message::Grant { tag, tokens, blocks, lease: Nanos(lease), digest: None },
         }),
         (0..6, rest).prop_map(|(kind, (tag, count, wide, failure, quiet))| match kind {
             0 => Message::Renew { tag, count },
             1 => Message::Renewed { tag, count, lease: Nanos(wide) },
-            2 => Message::Delivered { tag, ranks: RankSet(wide), tokens: count },
+            2 => Message::Delivered { tag, ranks: RankSet(wide), tokens: count, digest: None },
             3 => Message::Release { tag, ranks: RankSet(wide) },
             4 => Message::Cancel { tag },
             _ => Message::Ended { tag, failure, quiet },
@@ -277,6 +277,7 @@ fn oversize_is_refused_before_it_is_read_and_never_sent() {
         tokens: 1,
         from: 0,
         blocks: vec![BlockList::new(vec![u32::MAX; count])],
+        verify: None,
     };
     let envelope =
         ConnectionHeader { version: VERSION, from: Incarnation(1), to: Incarnation(1), session: 1 };

@@ -8,6 +8,7 @@ use kvferry_engine::core::ids::*;
 use kvferry_engine::core::layout::*;
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::payload::*;
+use kvferry_engine::core::verify::{KvDigest, Verify, VerifyRequest};
 use kvferry_engine::fabric::{Address, FabricError, Refused, RegionDesc};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -114,12 +115,12 @@ fn messages() -> Vec<Message> {
     let mut messages = vec![
         Message::Ask { tag: tag(), tokens },
         Message::Begun { tag: tag() },
-        Message::Announce { tag: tag(), tokens, from: 64, blocks: blocks() },
-        Message::Pull { tag: tag(), tokens },
-        Message::Grant { tag: tag(), tokens, blocks: blocks(), lease },
+        Message::Announce { tag: tag(), tokens, from: 64, blocks: blocks(), verify: None },
+        Message::Pull { tag: tag(), tokens, verify: None },
+        Message::Grant { tag: tag(), tokens, blocks: blocks(), lease, digest: None },
         Message::Renew { tag: tag(), count },
         Message::Renewed { tag: tag(), count, lease },
-        Message::Delivered { tag: tag(), ranks, tokens },
+        Message::Delivered { tag: tag(), ranks, tokens, digest: None },
         Message::Release { tag: tag(), ranks },
         Message::Cancel { tag: tag() },
     ];
@@ -159,6 +160,28 @@ fn notes() -> Vec<PayloadNote> {
     let missing = |failure| PayloadNote::Missing { place: place(stream.chunk(0)), failure };
     notes.extend(failures.map(missing));
     notes
+}
+
+/// What is said where KV is verified.
+fn verified() -> Vec<Message> {
+    let blocks = || vec![BlockList { first: 4, ids: vec![1, 128, 70_000] }];
+    let (tokens, ranks, lease) = (4096, RankSet(5), Nanos::from_secs(30));
+    let verify = |level| Some(VerifyRequest { level, prompt: u64::MAX - 5 });
+    let digest =
+        || Some(Box::new(KvDigest { blocks: vec![1 << 60, 7], layers: vec![300], count: 4 }));
+    vec![
+        Message::Announce {
+            tag: tag(),
+            tokens,
+            from: 64,
+            blocks: blocks(),
+            verify: verify(Verify::All),
+        },
+        Message::Pull { tag: tag(), tokens, verify: verify(Verify::Sample) },
+        Message::Grant { tag: tag(), tokens, blocks: blocks(), lease, digest: digest() },
+        Message::Delivered { tag: tag(), ranks, tokens, digest: digest() },
+        Message::Ended { tag: tag(), failure: Failure::Corrupt("why".into()), quiet: true },
+    ]
 }
 
 /// The same with all that a registration may say.
@@ -217,6 +240,8 @@ fn frames(version: u16) -> Vec<Frame> {
         let numbered = (300..).zip(notes());
         let noted = |(seq, note)| Frame::Data { envelope, seq, message: Message::Payload { note } };
         frames.extend(numbered.map(noted));
+        let numbered = (400..).zip(verified());
+        frames.extend(numbered.map(|(seq, message)| Frame::Data { envelope, seq, message }));
     }
     frames
 }

@@ -66,7 +66,7 @@ const COUNTERS: [&str; 17] = [
 ];
 
 /// Tables that no gauge counts: file, struct and field, and why they cannot grow unseen.
-const UNCOUNTED: [(&str, &str); 33] = [
+const UNCOUNTED: [(&str, &str); 40] = [
     ("heartbeat.rs Heartbeat.router_events", "taken after each input"),
     ("block_ledger.rs BlockClaims.destinations", "what is received or quarantined"),
     ("block_ledger.rs BlockLedger.groups", "as many as the engine has"),
@@ -74,8 +74,13 @@ const UNCOUNTED: [(&str, &str); 33] = [
     ("block_ledger.rs PagedCells.pages", "a cell per block of the engine"),
     ("hash_index.rs HashIndex.places", "at most four per entry"),
     ("moriio/config.rs MoriioConfig.layer_names", "a setting"),
-    ("moriio/decode_proxy.rs EarlyNotices.blocks", "what one frame says"),
+    ("moriio/decode_proxy.rs DecodeProxy.released", "as many as a decode has TP ranks"),
+    ("moriio/handshake.rs MoriioConnection.ranks", "one per TP rank of a peer"),
+    ("moriio/handshake.rs MoriioConnection.replies", "one per TP rank of a peer"),
     ("moriio/mod.rs MoriioPeers.ranks", "one per TP rank"),
+    ("moriio/mod.rs MoriioPeers.replies", "one per TP rank"),
+    ("moriio/prefill_proxy.rs PrefillProxy.written", "one per TP rank"),
+    ("moriio/prefill_proxy.rs RankWriters.links", "as many as a prefill has TP ranks"),
     ("payload/holes.rs HoleTrie.nodes", "twice the holes at most"),
     ("payload/holes.rs HoleTrie.spare", "some of the nodes"),
     ("payload/pool.rs PayloadPool.by_size", "at most one hole more than payloads"),
@@ -95,6 +100,8 @@ const UNCOUNTED: [(&str, &str); 33] = [
     ("timers.rs Timers.queue", "the same deadlines in another order"),
     ("transfer/flow.rs Flow.pieces", "the pieces of all flows are counted in one number"),
     ("transfer/flow.rs Flow.remote", "what one message says"),
+    ("transfer/session.rs TransferPeer.layout", "one per TP rank of a peer, and its groups"),
+    ("transfer/verify.rs DigestRequest.blocks", "blocks of one layer of a flow"),
     ("transfer/mod.rs Transfer.regions", "one per region of the engine"),
     ("transfer/mod.rs TransferConfig.layers", "a setting"),
     ("transfer/mod.rs TransferConfig.memory", "a setting"),

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 /// Longest source file, in lines.
 const FILE_LINES_MAX: usize = 600;
@@ -385,4 +386,49 @@ fn each_public_module_shows_its_use() {
     let without: Vec<_> =
         shown.iter().filter(|path| !read(path).lines().any(|line| line == "//! ```")).collect();
     assert!(without.is_empty(), "no example in the module documentation: {without:?}");
+}
+
+/// What the check of a release says of a tree with this version, these versions that crates ask for, and
+/// this changelog.
+fn release_check(tag: &str, version: &str, asked: &str, changelog: &str) -> Result<String, String> {
+    let tree = Path::new(env!("CARGO_TARGET_TMPDIR")).join("release");
+    fs::create_dir_all(&tree).unwrap();
+    let crates = format!(
+        "[workspace.package]\nversion = \"{version}\"\n\n[workspace.dependencies]\n\
+         one = {{ path = \"one\", version = \"{asked}\" }}\nserde = {{ version = \"1\" }}\n"
+    );
+    fs::write(tree.join("Cargo.toml"), crates).unwrap();
+    fs::write(tree.join("CHANGELOG.md"), changelog).unwrap();
+    let script = root().join(".github/release-check");
+    let ended = Command::new(script).arg(tag).arg(tree).output().expect("a shell");
+    let text = |bytes| String::from_utf8(bytes).expect("UTF-8");
+    if ended.status.success() { Ok(text(ended.stdout)) } else { Err(text(ended.stderr)) }
+}
+
+#[test]
+fn a_release_has_one_version() {
+    let log = "# Changelog\n\n## Unreleased\n\n- later\n\n## 1.2.3 - 2030-01-01\n\n### Added\n\n- this\n\n## 1.2.2\n\n- before\n";
+    let notes = release_check("v1.2.3", "1.2.3", "1.2.3", log).expect("all say the same");
+    assert_eq!(notes.trim(), "### Added\n\n- this");
+    for (tag, version, asked, log, says) in [
+        ("1.2.3", "1.2.3", "1.2.3", log, "a tag is v and a version"),
+        ("v1.2.4", "1.2.3", "1.2.3", log, "[workspace.package] in Cargo.toml is 1.2.3"),
+        ("v1.2.3", "1.2.3", "1.2.2", log, "Cargo.toml asks for one 1.2.2"),
+        ("v1.2.3", "1.2.3", "1.2.3", "## Unreleased\n\n- this\n", "has no heading \"## 1.2.3\""),
+        ("v1.2.3", "1.2.3", "1.2.3", "## 1.2.3\n\n## 1.2.2\n\n- this\n", "with entries below it"),
+        ("v1.2.3", "1.2.3", "1.2.3", "## 1.2.30\n\n- this\n", "has no heading"),
+    ] {
+        let why = release_check(tag, version, asked, log).expect_err(says);
+        assert!(why.contains(says) && why.contains(tag), "{why}");
+    }
+}
+
+#[test]
+fn the_tree_has_the_version_that_its_next_tag_needs() {
+    let crates = read(&root().join("Cargo.toml"));
+    let own = format!("version = \"{}\"", env!("CARGO_PKG_VERSION"));
+    let paths =
+        crates.lines().filter(|line| line.contains("path = \"") && line.contains("version"));
+    let other: Vec<_> = paths.filter(|line| !line.contains(&own)).collect();
+    assert!(other.is_empty(), "of another version than the workspace: {other:?}");
 }

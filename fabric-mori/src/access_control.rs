@@ -165,6 +165,18 @@ impl MoriAccessControl {
         self.backend == MoriBackend::Rdma && !self.state().inside.is_empty()
     }
 
+    /// Lets nobody in any more, and has all leave who are in.
+    pub(crate) fn expel(&self) {
+        let mut state = self.state();
+        state.guests.disinvite_all();
+        state.ask_to_leave(None, |_| true);
+    }
+
+    /// Who may reach memory.
+    pub(crate) fn insiders(&self) -> Vec<Arc<str>> {
+        self.state().inside.iter().map(|(who, _)| who.key.clone()).collect()
+    }
+
     /// Has all leave a region that the backend cannot keep out. False if one has not after
     /// `patience`.
     pub(crate) fn drain_region(&self, region: RegionId, patience: Duration) -> bool {

@@ -1,9 +1,11 @@
 //! Addresses and region descriptors: MoRI's own bytes, so that handshakes that carry those carry
 //! these. Addresses have fields at the end that MoRI's decoders ignore; those of memory cannot have
-//! any, as later layouts go on where earlier ones end.
+//! any, as later layouts go on where earlier ones end. What a plane with both backends says of xGMI
+//! stands ahead of the mark in an address, and behind the array in a region descriptor, where
+//! planes with RDMA alone do not look.
 
 use kvferry_engine::core::dialect::moriio::descriptor::{MoriEngineDesc, MoriMemoryDesc};
-use kvferry_engine::fabric::Address;
+use kvferry_engine::fabric::{Address, RegionDesc};
 use kvferry_fabric_common::PlaneIdentity;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddrV4;
@@ -11,6 +13,9 @@ use std::sync::Arc;
 
 /// First of the fields that follow MoRI's.
 const MARK: &str = "kvferry-mori-1";
+
+/// Ahead of what a plane with both backends says of xGMI.
+const XGMI_MARK: &str = "kvferry-mori-xgmi-1";
 
 /// What peers need beyond MoRI's fields.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,16 +66,60 @@ fn extend(bytes: &[u8], tail: &impl Serialize) -> Option<Vec<u8>> {
     let mut longer = vec![0xdc];
     longer.extend(count.to_be_bytes());
     longer.extend(&bytes[skip..]);
-    longer.extend(rmp_serde::to_vec(MARK).ok()?);
+    longer.extend(packed(MARK)?);
     longer.extend(rmp_serde::to_vec(tail).ok()?);
     Some(longer)
 }
 
 /// The element after the mark.
 fn tail<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Option<T> {
-    let mark = rmp_serde::to_vec(MARK).ok()?;
+    let mark = packed(MARK)?;
     let at = bytes.windows(mark.len()).rposition(|window| window == mark)?;
     rmp_serde::from_slice(&bytes[at + mark.len()..]).ok()
+}
+
+fn packed(text: &str) -> Option<Vec<u8>> {
+    rmp_serde::to_vec(text).ok()
+}
+
+/// The second mark and bytes behind it.
+fn xgmi_part(bytes: &[u8]) -> Option<Vec<u8>> {
+    let mut part = packed(XGMI_MARK)?;
+    part.push(0xc5);
+    part.extend(u16::try_from(bytes.len()).ok()?.to_be_bytes());
+    part.extend(bytes);
+    Some(part)
+}
+
+/// What a plane with both backends says of xGMI in an address or a region descriptor; none from
+/// another plane.
+pub(crate) fn of_xgmi(bytes: &[u8]) -> Option<&[u8]> {
+    let mark = packed(XGMI_MARK)?;
+    let at = bytes.windows(mark.len()).position(|window| window == mark)?;
+    match bytes[at + mark.len()..] {
+        [0xc5, high, low, ref rest @ ..] => rest.get(..u16::from_be_bytes([high, low]).into()),
+        _ => None,
+    }
+}
+
+/// The address of a plane with both backends. Who looks for that of an RDMA plane finds it.
+pub(crate) fn with_xgmi(rdma: &Address, xgmi: &Address) -> Option<Address> {
+    let (count, skip) = header(&rdma.0)?;
+    let mark = packed(MARK)?;
+    let at = rdma.0.windows(mark.len()).rposition(|window| window == mark)?;
+    let mut both = vec![0xdc];
+    both.extend(u16::try_from(count + 2).ok()?.to_be_bytes());
+    both.extend(&rdma.0[skip..at]);
+    both.extend(xgmi_part(&xgmi.0)?);
+    both.extend(&rdma.0[at..]);
+    Some(Address(both.into()))
+}
+
+/// A region that is registered with both backends.
+pub(crate) fn region_with_xgmi(rdma: &RegionDesc, xgmi: &RegionDesc) -> Option<RegionDesc> {
+    let mut both = rdma.0.to_vec();
+    both.extend(xgmi_part(&xgmi.0)?);
+    Some(RegionDesc(both.into()))
 }
 
 impl MoriPlaneAddress {
@@ -93,6 +142,16 @@ impl MoriPlaneAddress {
         }
         let acceptor = tail(&address.0);
         Some(MoriPlaneAddress { host: desc.host, engine: address.0.clone(), acceptor })
+    }
+
+    /// What the peer calls itself.
+    pub(crate) fn name(&self) -> Arc<str> {
+        match &self.acceptor {
+            Some(acceptor) => acceptor.who.key.clone(),
+            None => {
+                MoriEngineDesc::decode(&self.engine).map_or_else(|_| Arc::default(), |it| it.key)
+            }
+        }
     }
 }
 
@@ -136,5 +195,44 @@ mod tests {
             assert_eq!(foreign.acceptor, None);
         }
         assert_eq!(MoriPlaneAddress::decode(&Address(b"else".as_slice().into())), None);
+    }
+
+    #[test]
+    fn those_of_both_backends_are_read_as_rdma_s_by_who_has_that_alone() {
+        let desc = |key: &str| MoriEngineDesc {
+            key: key.into(),
+            host: "127.0.0.1".into(),
+            port: 9,
+            ..MoriEngineDesc::default()
+        };
+        let of = |key: &str, port| {
+            let acceptor = MoriAcceptorInfo { port, ..acceptor() };
+            MoriPlaneAddress::encode(&desc(key).encode(DescLayout::V1_2_2), &acceptor)
+        };
+        let [rdma, xgmi] = [("r", 1), ("x", 2)].map(|(key, port)| of(key, port).expect("ours"));
+        let both = with_xgmi(&rdma, &xgmi).expect("two addresses");
+        assert_eq!(MoriEngineDesc::decode(&both.0), Ok(desc("r")));
+        let location = MoriPlaneAddress::decode(&both).expect("ours");
+        assert_eq!(location.acceptor.map(|acceptor| acceptor.port), Some(1));
+        assert_eq!(of_xgmi(&both.0), Some(&*xgmi.0));
+        assert_eq!(of_xgmi(&rdma.0), None);
+        for layout in [DescLayout::V1_2, DescLayout::V1_2_2] {
+            let region = |key: &str| {
+                let desc =
+                    MoriMemoryDesc { engine_key: key.into(), size: 64, ..Default::default() };
+                RegionDesc(desc.encode(layout).into())
+            };
+            let both = region_with_xgmi(&region("r"), &region("x")).expect("two descriptors");
+            assert_eq!(MoriMemoryDesc::decode(&both.0), MoriMemoryDesc::decode(&region("r").0));
+            let claim = MoriRegionDescriptor::decode(&both.0).expect("ours");
+            assert_eq!(claim.name, ("r".into(), 0));
+            assert_eq!(of_xgmi(&both.0), Some(&*region("x").0));
+        }
+        // Whatever is behind the mark is no more than bytes.
+        let mark = both.0.windows(XGMI_MARK.len()).position(|it| it == XGMI_MARK.as_bytes());
+        let end = mark.expect("it is there") + XGMI_MARK.len();
+        for cut in end..both.0.len() {
+            assert_eq!(of_xgmi(&both.0[..cut]).is_some(), cut >= end + 3 + xgmi.0.len(), "{cut}");
+        }
     }
 }

@@ -8,6 +8,8 @@
 //!            acceptor: hello and memory descriptors over TCP <--> MoriPlane of a peer
 //! ```
 //!
+//! [`MoriMixedPlane`] is one of each backend, with xGMI to peers of the node and RDMA to others.
+//!
 //! ```no_run
 //! use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
 //!
@@ -33,6 +35,8 @@ mod engine_thread;
 mod event_queue;
 mod job;
 mod link;
+mod mixed;
+mod peer_choice;
 mod plane;
 pub mod preflight;
 mod process;
@@ -41,6 +45,7 @@ mod session_opener;
 pub use config::{MoriBackend, MoriConfig};
 pub use counters::MoriCounters;
 pub use device::{DeviceEvent, DeviceEvents, DeviceMemory};
-pub use mori_sys::{Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
+pub use mixed::MoriMixedPlane;
+pub use mori_sys::{CompiledShim, Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
 pub use plane::{MoriCounterReader, MoriError, MoriPlane};
 pub use process::last_error_pipe;

@@ -4,6 +4,7 @@ use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::verify::Verify;
 use kvferry_scenarios::cost::StepCost;
 use kvferry_scenarios::run::*;
 
@@ -80,8 +81,10 @@ pub(crate) fn run(instances: Vec<InstanceSettings>, faults: Vec<InjectedFault>) 
             max_waiting: 1_024,
             load_failure: LoadFailurePolicy::Recompute,
             allocator: AllocationOrder::Fifo,
+            early_percent: 0,
         },
         memory: MemoryFidelity::Bytes,
+        verify: Verify::Off,
         mode: Mode::Push,
         prefix_tokens: 512,
         streams: Vec::new(),

@@ -4,6 +4,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
+use kvferry_engine::core::verify::Verify;
 use kvferry_scenarios::cost::StepCost;
 use kvferry_scenarios::lists::{FaultKind, TriggerEvent};
 use kvferry_scenarios::run::*;
@@ -88,8 +89,10 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
             max_waiting: 1000,
             load_failure: LoadFailurePolicy::Recompute,
             allocator: AllocationOrder::Fifo,
+            early_percent: 0,
         },
         memory: MemoryFidelity::Bytes,
+        verify: Verify::Off,
         mode,
         prefix_tokens: 512,
         streams: Vec::new(),

@@ -6,13 +6,15 @@ use kvferry_engine::core::dialect::moriio::handshake::{
     AgentMetadata, HandshakeRequest, LayerMemory, REQUEST, decode_call,
 };
 use kvferry_engine::core::dialect::moriio::notify::{
-    ReceivedPrefillNotice, decode_at_decode, decode_at_prefill, write_done,
+    ReceivedDecodeNotice, ReceivedPrefillNotice, decode_at_decode, decode_at_prefill, write_done,
+    write_failed,
 };
 use kvferry_engine::core::dialect::moriio::params::KvTransferParams;
 use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula, port};
 use kvferry_engine::core::dialect::moriio::registration::UncheckedRegistration;
 use kvferry_engine::core::ids::{Incarnation, RequestId, TransferId};
 use kvferry_engine::core::message::{Mode, Registration, Role};
+use std::num::NonZeroU16;
 
 /// Gives the bytes to every decoder: as one part, behind the empty part of a reply, and cut into
 /// parts at 0xc1, which is in no MessagePack.
@@ -44,11 +46,23 @@ fn notify(parts: &[&[u8]]) {
         }
         Ok(ReceivedPrefillNotice::Unusable { .. }) | Err(_) => {}
     }
-    if let Ok(transfer) = decode_at_decode(parts) {
-        let bytes = write_done(&transfer);
-        assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
-        completion(transfer);
+    match decode_at_decode(parts) {
+        Ok(ReceivedDecodeNotice::Written { transfer, .. }) => {
+            let bytes = write_done(&transfer);
+            assert_eq!(decode_at_decode(&[bytes]), Ok(written(transfer.clone())));
+            completion(transfer);
+        }
+        Ok(ReceivedDecodeNotice::Failed(transfer)) => {
+            let bytes = write_failed(&transfer);
+            assert_eq!(decode_at_decode(&[bytes]), Ok(ReceivedDecodeNotice::Failed(transfer)));
+        }
+        Err(_) => {}
     }
+}
+
+/// What a decode hears from its only writer.
+fn written(transfer: TransferId) -> ReceivedDecodeNotice {
+    ReceivedDecodeNotice::Written { transfer, writers: NonZeroU16::MIN }
 }
 
 /// An id alone, unless it begins like a map, is taken for itself by both roles.
@@ -57,7 +71,7 @@ fn completion(transfer: TransferId) {
     if matches!(bytes, [] | [0x80..=0x8f | 0xde | 0xdf, ..]) {
         return;
     }
-    assert_eq!(decode_at_decode(&[bytes]), Ok(transfer.clone()));
+    assert_eq!(decode_at_decode(&[bytes]), Ok(written(transfer.clone())));
     let Ok(ReceivedPrefillNotice::Release(release)) = decode_at_prefill(&[bytes]) else {
         panic!("{transfer:?} is no completion at a prefill");
     };
@@ -131,7 +145,7 @@ fn peer(params: &KvTransferParams, role: Role, request: &RequestId) {
     for dp in [0, peer.dp_rank, peer.dp_size, u16::MAX] {
         assert!(peer.hosts.contains(peer.host(dp)));
         for formula in [PortFormula::Legacy, PortFormula::Injective] {
-            formula.fan_out(1, peer.shape);
+            peer.shape.tp_size_or(1);
             for dial in
                 [DialPurpose::Handshake, DialPurpose::RemoteBlocks, DialPurpose::EarlyRelease]
             {

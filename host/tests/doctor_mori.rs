@@ -122,11 +122,61 @@ fn without_a_shim_nothing_is_tried() {
     command.env("KVFERRY_MORI_SHIM", "/nonexistent/shim.so");
     let (code, checks) = doctor(command);
     let found = "(libkf_mori_shim.so); /nonexistent/shim.so: not there; ";
-    expect(&checks, "mori-shim", "fail", found, Some("build kvferry where MoRI is installed"));
+    expect(&checks, "mori-shim", "fail", found, Some("try `kvferry doctor --fix mori`"));
     assert_eq!(code, 1);
     for name in [RDMA, XGMI] {
         expect(&checks, name, "skip", "there is no MoRI", None);
     }
+}
+
+/// The program with the stand-in installed, and no shim.
+fn without_shim(mut command: Command, cache: &Path) -> Command {
+    let installed = mori_double::INSTALLS[1];
+    command
+        .env_remove("KVFERRY_MORI_SHIM")
+        .env("KVFERRY_CACHE", cache)
+        .env("MORI_INCLUDE_DIR", installed.include)
+        .env("MORI_LIB_DIR", installed.lib);
+    command
+}
+
+fn fix() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    command.args(["doctor", "--json", "--fix", "mori"]);
+    command
+}
+
+#[test]
+fn the_shim_is_compiled_on_demand_and_used() {
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-fix");
+    // It may be there from an earlier run.
+    let _ = fs::remove_dir_all(&cache);
+    let (code, checks) = doctor(without_shim(fix(), &cache));
+    let compiled = format!("compiled {}/shim/build-id-", cache.display());
+    expect(&checks, "mori-fix", "ok", &compiled, None);
+    expect(&checks, "mori-fix", "ok", "found by MORI_INCLUDE_DIR and MORI_LIB_DIR", None);
+    expect(&checks, "mori-shim", "ok", "/libkf_mori_shim.so, compiled earlier, for ", None);
+    assert_eq!((code, checks.len()), (0, 2));
+    let (_, checks) = doctor(without_shim(program(&[]), &cache));
+    expect(&checks, "mori-shim", "ok", "compiled earlier, for ", None);
+    expect(&checks, RDMA, "ok", "every byte compared", None);
+}
+
+#[test]
+fn what_hinders_the_compiler_is_told() {
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-no-fix");
+    let mut command = without_shim(fix(), &cache);
+    command.env("CXX", "/nonexistent/c++");
+    let (code, checks) = doctor(command);
+    let found = "; /nonexistent/c++: cannot be started: ";
+    expect(&checks, "mori-fix", "fail", found, Some("name another compiler by CXX"));
+    assert_eq!((code, checks.len()), (1, 1));
+    let (_, checks) = doctor(without_shim(fix(), Path::new("/dev/null")));
+    expect(&checks, "mori-fix", "fail", "/dev/null/shim/build-id-", Some(""));
+    let mut command = without_shim(fix(), &cache);
+    command.env("KVFERRY_MORI_SHIM", "/some/shim.so");
+    let (_, checks) = doctor(command);
+    expect(&checks, "mori-fix", "fail", "names /some/shim.so", Some("unset it"));
 }
 
 #[test]

@@ -5,17 +5,21 @@ use crate::desc::{CompatEngineDesc, CompatMemoryDesc};
 use crate::error::CompatError;
 use crate::fabric::CompatPlane;
 use crate::poll_thread::{self, CompatEngineShared};
+use crate::requests::KeptSessions;
 use crate::session::CompatSession;
 use crate::settings::CompatSettings;
 use crate::state::{CompatPeer, CompatRegion, CompatSessionState, CompatState};
-use kvferry_engine::fabric::{FabricError, Memory, OwnMemory, PeerId, RegionId, SessionId};
+use kvferry_engine::fabric::{
+    FabricError, Memory, OwnMemory, PeerId, Refused, RegionId, SessionId,
+};
 use kvferry_fabric_host::{HostConfig, HostPlane};
 use std::fmt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// No plane takes longer to register memory or to open a session, or to say that it cannot.
+/// No plane takes longer to register or to deregister memory or to open a session, or to say that it
+/// cannot.
 const ANSWER_MAX: Duration = Duration::from_secs(60);
 
 /// MoRI's `IOEngine` with its backend.
@@ -24,6 +28,7 @@ pub struct CompatEngine {
     desc: CompatEngineDesc,
     shared: Arc<CompatEngineShared>,
     thread: Option<JoinHandle<()>>,
+    pub(crate) kept: KeptSessions,
 }
 
 impl fmt::Debug for CompatEngine {
@@ -74,7 +79,8 @@ impl CompatEngine {
         let shared = Arc::new(CompatEngineShared::new(state, audit, settings.backoff));
         let thread = poll_thread::start(&shared)
             .map_err(|why| CompatError::Plane(format!("{key}: no thread for the engine: {why}")))?;
-        Ok(CompatEngine { key, desc, shared, thread: Some(thread) })
+        let kept = KeptSessions::default();
+        Ok(CompatEngine { key, desc, shared, thread: Some(thread), kept })
     }
 
     /// What peers need to reach this engine.
@@ -121,6 +127,61 @@ impl CompatEngine {
         }
     }
 
+    /// Makes memory unreachable. What is under way from or to it here fails; on return no byte of
+    /// anybody lands in it any more, and whoever owns it may free it.
+    ///
+    /// # Errors
+    /// `Argument` for memory that is not registered, `Plane` if its use here does not end.
+    pub fn deregister_memory(&self, memory: &CompatMemoryDesc) -> Result<(), CompatError> {
+        let mut state = self.shared.lock();
+        let (region, _) = self.own_region(&state, memory)?;
+        // Nobody opens a session with it from here on.
+        let taken = state.regions.remove(&region);
+        state.kill(|line| line.local == region, "its memory was deregistered");
+        self.shared.ring();
+        let until = Instant::now() + ANSWER_MAX;
+        let mut in_time = true;
+        loop {
+            // Without a plane nothing lands.
+            let Some(plane) = &mut state.plane else { return Ok(()) };
+            match plane.deregister(region) {
+                Ok(()) => break,
+                Err(Refused::Busy) if in_time => {}
+                Err(why) => {
+                    state.regions.extend(taken.map(|taken| (region, taken)));
+                    let (key, id) = (&self.key, memory.id());
+                    let why = format!("{key}: cannot deregister region {id}: {why}");
+                    return Err(CompatError::Plane(why));
+                }
+            }
+            (state, in_time) = self.shared.wait(state, until);
+        }
+        drop(state);
+        self.shared.ring();
+        self.kept.prune();
+        Ok(())
+    }
+
+    /// The region of this engine that a descriptor names, and its first address.
+    fn own_region(
+        &self,
+        state: &CompatState,
+        memory: &CompatMemoryDesc,
+    ) -> Result<(RegionId, u64), CompatError> {
+        let found = state.regions.iter().find_map(|(id, region)| match &region.answer {
+            Some(Ok(desc)) if *desc.0 == *memory.pack() => Some((*id, region.base)),
+            _ => None,
+        });
+        found.ok_or_else(|| {
+            CompatError::Argument(format!(
+                "{}: region {} of {} is not registered here",
+                self.key,
+                memory.id(),
+                memory.engine_key()
+            ))
+        })
+    }
+
     /// Names a peer. A peer that has another address than before is a new one: sessions with the
     /// old one fail.
     ///
@@ -143,14 +204,31 @@ impl CompatEngine {
         })?;
         if let Some(old) = old {
             let why = format!("{} came back with another address", desc.key());
-            state.kill(|peer| peer == old, &why);
-            if let Some(plane) = &mut state.plane {
-                plane.disconnect(old);
-            }
+            state.forget(old, &why);
         }
         let peer = CompatPeer { id, bytes: desc.pack().into() };
         state.peers.insert(desc.key().clone(), peer);
         self.shared.ring();
+        Ok(())
+    }
+
+    /// Forgets a peer, and ends what is under way with it.
+    ///
+    /// # Errors
+    /// `Argument` for one that is not registered, or has another address.
+    pub fn deregister_remote_engine(&self, desc: &CompatEngineDesc) -> Result<(), CompatError> {
+        let mut state = self.shared.lock();
+        let (key, theirs) = (desc.key(), desc.pack());
+        let known = state.peers.get(key).filter(|peer| *peer.bytes == *theirs).map(|peer| peer.id);
+        let Some(peer) = known else {
+            let why = format!("{}: the engine {key} is not registered here", self.key);
+            return Err(CompatError::Argument(why));
+        };
+        state.peers.remove(key);
+        state.forget(peer, "its engine was deregistered");
+        self.shared.ring();
+        drop(state);
+        self.kept.prune();
         Ok(())
     }
 
@@ -174,25 +252,22 @@ impl CompatEngine {
                 remote.id()
             )));
         };
-        let found = state.regions.iter().find_map(|(id, region)| match &region.answer {
-            Some(Ok(desc)) if *desc.0 == *local.pack() => Some((*id, region.base)),
-            _ => None,
-        });
-        let Some((region, base)) = found else {
-            return Err(CompatError::Argument(format!(
-                "{}: region {} of {} is not registered here",
-                self.key,
-                local.id(),
-                local.engine_key()
-            )));
-        };
+        let (region, base) = self.own_region(&state, local)?;
         let about = |why: &dyn fmt::Display| {
             CompatError::Plane(format!("{}: cannot open a session with {key}: {why}", self.key))
         };
         let session = SessionId(state.ids.next() as u32);
         let Some(plane) = &mut state.plane else { return Err(about(&"the engine is closed")) };
         plane.open(session, region, peer, &remote.region()).map_err(|why| about(&why))?;
-        let line = CompatSessionState { peer, answer: None, dead: None, busy: 0, orphan: false };
+        let line = CompatSessionState {
+            peer,
+            local: region,
+            answer: None,
+            dead: None,
+            is_stale: false,
+            busy: 0,
+            orphan: false,
+        };
         state.sessions.insert(session, line);
         drop(state);
         self.shared.ring();

@@ -49,6 +49,12 @@ impl CompatSession {
         &self.peer
     }
 
+    /// Whether a new session with the same two regions may do what this one cannot any more.
+    pub(crate) fn is_stale(&self) -> bool {
+        let state = self.shared.lock();
+        state.sessions.get(&self.id).is_none_or(|line| line.is_stale || line.dead.is_some())
+    }
+
     /// How its bytes go; none if it is dead or there is only one way.
     pub fn paths(&self) -> Option<SessionPaths> {
         self.shared.lock().plane.as_ref()?.paths(self.id)
@@ -107,7 +113,7 @@ impl CompatSession {
             Some(InjectedEffect::Fails) => return end(Err(injected("transfer failed")), record),
             Some(InjectedEffect::KillsPeer) => {
                 let peer = state.sessions.get(&self.id).map(|line| line.peer);
-                state.kill(|one| Some(one) == peer, &injected("queue pair error").message);
+                state.kill(|one| Some(one.peer) == peer, &injected("queue pair error").message);
                 self.shared.ring();
                 return end(Err(injected("queue pair error")), record);
             }
@@ -195,7 +201,12 @@ impl CompatSession {
                 Err(why @ Refused::Invalid(_)) => {
                     CompatFailure::new(CompatStatusCode::InvalidArgs, why.to_string())
                 }
-                Err(why) => CompatFailure::new(CompatStatusCode::BadState, why.to_string()),
+                Err(why) => {
+                    if let Some(line) = state.sessions.get_mut(&self.id) {
+                        line.is_stale = true;
+                    }
+                    CompatFailure::new(CompatStatusCode::BadState, why.to_string())
+                }
             };
             if let Some(transfer) = state.transfers.get_mut(&key) {
                 transfer.failure.get_or_insert(failure);

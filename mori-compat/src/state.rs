@@ -31,9 +31,13 @@ pub(crate) struct CompatPeer {
 #[derive(Debug)]
 pub(crate) struct CompatSessionState {
     pub(crate) peer: PeerId,
+    pub(crate) local: RegionId,
     pub(crate) answer: Option<Result<(), FabricError>>,
     /// Why it cannot be used any more.
     pub(crate) dead: Option<String>,
+    /// A transfer of it failed, or a link with the peer ended: another session may do what this one
+    /// cannot any more.
+    pub(crate) is_stale: bool,
     pub(crate) busy: u32,
     /// Nobody can post on it any more: it is closed when it is not busy.
     pub(crate) orphan: bool,
@@ -200,6 +204,11 @@ impl CompatState {
                 self.fail_all("the fabric was rebuilt", done);
             }
             // Operations fail one by one, and later submits are refused.
+            DataEvent::PeerDown { peer } => {
+                for line in self.sessions.values_mut().filter(|line| line.peer == peer) {
+                    line.is_stale = true;
+                }
+            }
             _ => {}
         }
     }
@@ -215,6 +224,9 @@ impl CompatState {
         let Some(transfer) = self.transfers.get_mut(&key) else { return };
         if let Completion::Failed { cause, landed } = outcome {
             transfer.needs_quiesce |= landed == Landed::Unknown;
+            if let Some(line) = self.sessions.get_mut(&transfer.session) {
+                line.is_stale = true;
+            }
             let failure = || CompatFailure::new(CompatStatusCode::RdmaOp, cause.to_string());
             transfer.failure.get_or_insert_with(failure);
         }
@@ -289,15 +301,23 @@ impl CompatState {
         }
     }
 
-    /// Ends the sessions with some peers; their operations fail one by one.
-    pub(crate) fn kill(&mut self, which: impl Fn(PeerId) -> bool, why: &str) {
+    /// Ends some sessions; their operations fail one by one.
+    pub(crate) fn kill(&mut self, which: impl Fn(&CompatSessionState) -> bool, why: &str) {
         for (session, line) in &mut self.sessions {
-            if line.dead.is_none() && which(line.peer) {
+            if line.dead.is_none() && which(line) {
                 line.dead = Some(why.into());
                 if let Some(plane) = &mut self.plane {
                     plane.close(*session);
                 }
             }
+        }
+    }
+
+    /// Ends the sessions with a peer, and lets it in no more.
+    pub(crate) fn forget(&mut self, peer: PeerId, why: &str) {
+        self.kill(|line| line.peer == peer, why);
+        if let Some(plane) = &mut self.plane {
+            plane.disconnect(peer);
         }
     }
 

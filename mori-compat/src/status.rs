@@ -1,7 +1,8 @@
 //! The status of one transfer.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// MoRI's status codes, as far as they occur here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -9,6 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub enum CompatStatusCode {
     /// All bytes are in place.
     Success = 0,
+    /// Nothing was posted on it.
+    Init = 1,
     InProgress = 2,
     /// The call was wrong; nothing was posted.
     InvalidArgs = 11,
@@ -23,14 +26,30 @@ pub enum CompatStatusCode {
 pub struct CompatTransferStatus {
     code: AtomicU32,
     message: OnceLock<String>,
+    /// Held while the code changes, so that nobody begins to wait for what has happened.
+    changing: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Default for CompatTransferStatus {
+    /// Of no transfer yet.
+    fn default() -> Self {
+        CompatTransferStatus::with(CompatStatusCode::Init)
+    }
 }
 
 impl CompatTransferStatus {
-    pub(crate) fn under_way() -> CompatTransferStatus {
+    fn with(code: CompatStatusCode) -> CompatTransferStatus {
         CompatTransferStatus {
-            code: AtomicU32::new(CompatStatusCode::InProgress as u32),
+            code: AtomicU32::new(code as u32),
             message: OnceLock::new(),
+            changing: Mutex::default(),
+            changed: Condvar::new(),
         }
+    }
+
+    pub(crate) fn under_way() -> CompatTransferStatus {
+        CompatTransferStatus::with(CompatStatusCode::InProgress)
     }
 
     pub(crate) fn settle(&self, verdict: Result<(), CompatFailure>) {
@@ -46,12 +65,30 @@ impl CompatTransferStatus {
         };
         let under_way = CompatStatusCode::InProgress as u32;
         let release = Ordering::Release;
+        let changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
         let _once = self.code.compare_exchange(under_way, code as u32, release, Ordering::Relaxed);
+        drop(changing);
+        self.changed.notify_all();
+    }
+
+    /// Waits for the end of a transfer that is under way, not longer than until a time, and tells
+    /// how it stands then.
+    pub fn wait_until(&self, until: Instant) -> CompatStatusCode {
+        let mut changing = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = until.saturating_duration_since(Instant::now());
+            if self.code() != CompatStatusCode::InProgress || left == Duration::ZERO {
+                return self.code();
+            }
+            let woken = self.changed.wait_timeout(changing, left);
+            changing = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     pub fn code(&self) -> CompatStatusCode {
         match self.code.load(Ordering::Acquire) {
             0 => CompatStatusCode::Success,
+            1 => CompatStatusCode::Init,
             2 => CompatStatusCode::InProgress,
             11 => CompatStatusCode::InvalidArgs,
             13 => CompatStatusCode::RdmaOp,

@@ -8,6 +8,7 @@ mod engine;
 mod link;
 mod payloads;
 mod session;
+mod status;
 mod transfers;
 
 use kvferry_mori_compat::{CompatError, CompatSettings};
@@ -38,11 +39,15 @@ mod _native {
     #[pymodule_export]
     use crate::engine::PyEngine;
     #[pymodule_export]
-    use crate::link::{PyLink, answered, check_address, main, settings, socket_folder};
+    use crate::link::{
+        PyLink, answered, check_address, layer_order, main, settings, socket_folder,
+    };
     #[pymodule_export]
     use crate::payloads::PyPayloadLink;
     #[pymodule_export]
-    use crate::session::{PySession, PyTransferStatus};
+    use crate::session::PySession;
+    #[pymodule_export]
+    use crate::status::{PyTransferStatus, wait_all};
     #[pymodule_export]
     use crate::transfers::PyTransfers;
 }

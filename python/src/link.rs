@@ -1,12 +1,14 @@
 //! The connector's line to its host.
 
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
-use kvferry::sidecar::record::{TransferOutcome, TransferSummary};
+use kvferry::sidecar::record::{SpokenDialect, TransferOutcome, TransferSummary};
 use kvferry::sidecar::settings::{
     ConnectorSettings, HostStart, KvMemory, TransferBackend, TransferPlacement,
 };
-use kvferry::sidecar::spec::ServingEngine;
-use kvferry::sidecar::{SidecarClient as Line, answer_params, failed_params, unusable_params};
+use kvferry::sidecar::spec::{ServingEngine, numbered_layers};
+use kvferry::sidecar::{
+    PrefillOffer, SidecarClient as Line, answer_params, failed_params, unusable_params,
+};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
@@ -34,13 +36,20 @@ type ChunkTuple = (String, u32, u32, Vec<(u32, Vec<u32>)>);
 
 /// A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and
 /// bytes that were moved meanwhile, by path.
-type EndedTuple = (&'static str, Option<String>, Option<f64>, Option<f64>, Vec<(String, u64)>);
+type EndedTuple = (
+    &'static str,
+    Option<String>,
+    Option<f64>,
+    Option<f64>,
+    Vec<(String, u64)>,
+    Option<&'static str>,
+);
 
 /// Blocks held and in quarantine.
 type KeptBlocks = (u32, u32);
 
 fn ended_tuple(
-    TransferSummary { outcome, queued, duration, bytes }: TransferSummary,
+    TransferSummary { outcome, queued, duration, bytes, dialect }: TransferSummary,
 ) -> EndedTuple {
     let name = outcome.name();
     let cause = match outcome {
@@ -49,7 +58,7 @@ fn ended_tuple(
     };
     let bytes = bytes.into_iter().map(|(path, bytes)| (path.to_string(), bytes)).collect();
     let seconds = |span: Option<Nanos>| span.map(Nanos::as_secs_f64);
-    (name, cause, seconds(queued), seconds(duration), bytes)
+    (name, cause, seconds(queued), seconds(duration), bytes, dialect.map(SpokenDialect::name))
 }
 
 /// The blocks of a request in a group, the first of which is its `first`. Where a sliding window
@@ -61,7 +70,10 @@ fn block_list(first: u32, mut ids: Vec<u32>) -> BlockList {
 }
 
 fn gone(why: io::Error) -> PyErr {
-    PyConnectionError::new_err(format!("the kvferry host is gone: {why}"))
+    PyConnectionError::new_err(match why.kind() {
+        io::ErrorKind::WouldBlock => "the kvferry host stands still: it does not read".into(),
+        _ => format!("the kvferry host is gone: {why}"),
+    })
 }
 
 fn read<T: DeserializeOwned>(what: &str, json: &str) -> PyResult<T> {
@@ -81,6 +93,7 @@ pub(crate) struct PyLink {
     /// Why requests were not handed over or did not come, for their answers.
     failure_params: BTreeMap<RequestId, String>,
     address: Option<ZmqAddress>,
+    offer: Option<Box<PrefillOffer>>,
     lease_ms: u64,
     incarnation: u64,
 }
@@ -100,7 +113,7 @@ impl PyLink {
             }
         })?;
         let (heard, ended) = (Vec::new(), Vec::new());
-        let (kept, address, lease_ms, incarnation) = (None, None, 0, 0);
+        let (kept, address, offer, lease_ms, incarnation) = (None, None, None, 0, 0);
         let failure_params = BTreeMap::new();
         Ok(PyLink {
             line,
@@ -110,6 +123,7 @@ impl PyLink {
             kept,
             failure_params,
             address,
+            offer,
             lease_ms,
             incarnation,
         })
@@ -125,6 +139,7 @@ impl PyLink {
             match message {
                 FromHost::Ended(ended) => self.ended.push(ended_tuple(ended)),
                 FromHost::Kept { held, quarantined } => self.kept = Some((held, quarantined)),
+                FromHost::Offer(offer) => self.offer = Some(offer),
                 message => {
                     if self.failure_params.len() < FAILURE_PARAMS_MAX {
                         self.failure_params.extend(failure_params(&message));
@@ -156,6 +171,7 @@ fn event(message: FromHost) -> Option<PyLinkEvent> {
         | FromHost::Begin(_)
         | FromHost::Job(_)
         | FromHost::Ended(_)
+        | FromHost::Offer(_)
         | FromHost::Kept { .. }
         | FromHost::Trace(_)
         | FromHost::Pool { .. }
@@ -213,7 +229,9 @@ impl PyLink {
             py.detach(|| line.wait(left, heard)).map_err(gone)?;
             for message in self.heard.drain(..) {
                 match message {
-                    FromHost::Ready { address, lease_ms, incarnation, .. } => {
+                    FromHost::Ready { address, lease_ms, incarnation, offer, .. } => {
+                        let earlier = || Box::new(PrefillOffer::of_moriio((address.clone(), 1)));
+                        self.offer = Some(offer.unwrap_or_else(earlier));
                         (self.address, self.lease_ms) = (Some(address), lease_ms);
                         self.incarnation = incarnation.0;
                     }
@@ -248,14 +266,27 @@ impl PyLink {
         self.incarnation
     }
 
+    /// Has what is said fail when the host has read nothing for so long: it stands still. Else it is
+    /// waited for as long as it takes.
+    fn limit_writes(&self, seconds: f64) -> PyResult<()> {
+        self.line.limit_writes(Duration::from_secs_f64(seconds)).map_err(gone)
+    }
+
     /// The socket, for who waits until it is closed.
     fn fileno(&self) -> i32 {
         self.line.as_fd().as_raw_fd()
     }
 
-    fn arrived(&mut self, request: String, params: String, tokens: u32) -> PyResult<()> {
+    #[pyo3(signature = (request, params, tokens, prompt_hash=None))]
+    fn arrived(
+        &mut self,
+        request: String,
+        params: String,
+        tokens: u32,
+        prompt_hash: Option<u64>,
+    ) -> PyResult<()> {
         let (request, params) = (request.into(), params.into());
-        self.send(&ToHost::Arrived { request, params, tokens })
+        self.send(&ToHost::Arrived { request, params, tokens, prompt_hash })
     }
 
     fn scheduled(&mut self, step: u64, chunks: Vec<ChunkTuple>) -> PyResult<()> {
@@ -333,26 +364,36 @@ impl PyLink {
         self.failure_params.remove(&RequestId::from(request))
     }
 
-    /// `kv_transfer_params` that a prefill answers with, in JSON.
-    fn answer(&self, transfer: &str, blocks: Vec<Vec<u32>>) -> PyResult<String> {
-        let Some(address) = &self.address else {
+    /// `kv_transfer_params` that a prefill answers a request with that came with `params`, in JSON.
+    fn answer(&self, request: &str, params: &str, blocks: Vec<Vec<u32>>) -> PyResult<String> {
+        let Some(offer) = &self.offer else {
             return Err(PyValueError::new_err("the host does not serve this engine yet"));
         };
-        answer_params(address, transfer, blocks).map_err(PyValueError::new_err)
+        answer_params(offer, (request, params), blocks).map_err(PyValueError::new_err)
     }
 }
 
 /// Reads what the user set: path of the host's socket (empty if it was not given), whether the host
-/// is to be started, whether the KV cache is to lie in a memory file, and whether the transfer
-/// actors are in the workers.
+/// is to be started, whether the KV cache is to lie in a memory file, whether the transfer actors
+/// are in the workers, how many seconds the start may take, whether the KV of what drafts tokens is
+/// handed over, and whether KV is verified.
 #[pyfunction]
-pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool)> {
+pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool, f64, bool, bool)> {
     let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
     // MoRI takes memory where it is.
     let in_file =
         settings.kv_memory == KvMemory::File && settings.backend() == TransferBackend::Host;
     let in_worker = settings.transfer() == TransferPlacement::Worker;
-    Ok((settings.socket, settings.host == HostStart::Spawn, in_file, in_worker))
+    let (spawns, start) = (settings.host == HostStart::Spawn, settings.start_timeout());
+    let (drafts, verifies) = (settings.draft_kv, !settings.verify.is_off());
+    Ok((settings.socket, spawns, in_file, in_worker, start.as_secs_f64(), drafts, verifies))
+}
+
+/// Layers in the order in which they are counted for the host, see `Link.layers`.
+#[pyfunction]
+pub(crate) fn layer_order(names: Vec<String>) -> Vec<String> {
+    let names = numbered_layers(names.into_iter().map(Into::into));
+    names.iter().map(ToString::to_string).collect()
 }
 
 /// Raises ValueError if others reach the address and there is no secret; with `ports` also if a port

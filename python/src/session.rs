@@ -1,10 +1,9 @@
-//! `mori.io`'s sessions and statuses.
+//! `mori.io`'s sessions.
 
 use crate::engine::PyEngine;
+use crate::status::PyTransferStatus;
 use kvferry_engine::fabric::Direction;
-use kvferry_mori_compat::CompatTransferStatus;
 use pyo3::prelude::*;
-use std::sync::Arc;
 
 /// Transfers between one local and one remote region; offsets and sizes in bytes.
 #[pyclass(frozen, module = "mori.io", name = "IOEngineSession")]
@@ -87,37 +86,5 @@ impl PySession {
         uid: u64,
     ) -> PyTransferStatus {
         PyTransferStatus(py.detach(|| self.session.post(direction, local, remote, len, uid)))
-    }
-}
-
-/// How a transfer stands; MoRI's names.
-#[pyclass(frozen, module = "mori.io", name = "TransferStatus")]
-pub struct PyTransferStatus(Arc<CompatTransferStatus>);
-
-#[pymethods]
-#[allow(non_snake_case, reason = "MoRI's names")]
-impl PyTransferStatus {
-    /// True once all bytes are in place.
-    fn Succeeded(&self) -> bool {
-        self.0.succeeded()
-    }
-
-    /// True once it has failed; nothing of it lands any more.
-    fn Failed(&self) -> bool {
-        self.0.failed()
-    }
-
-    /// Why it failed; "SQ full..." if it was only the queue and can be tried again.
-    fn Message(&self) -> &str {
-        self.0.message()
-    }
-
-    /// MoRI's status code: 0 success, 2 in progress, above 10 failed.
-    fn Code(&self) -> u32 {
-        self.0.code() as u32
-    }
-
-    fn __repr__(&self) -> String {
-        format!("TransferStatus({:?} {})", self.0.code(), self.0.message())
     }
 }

@@ -7,15 +7,16 @@ import socket
 PORTS = range(15_000, 32_000)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago."""
-    sockets = []
-    while len(sockets) < count:
+def free_ports(count: int, run: int = 1) -> list[int]:
+    """Ports that were free a moment ago, each with as many behind it as are missing to a `run`."""
+    ports, sockets = [], []
+    while len(ports) < count:
+        first = random.choice(PORTS)
         try:
-            sockets.append(socket.create_server(("127.0.0.1", random.choice(PORTS))))
+            sockets += [socket.create_server(("127.0.0.1", port)) for port in range(first, first + run)]
         except OSError:
             continue
-    ports = [one.getsockname()[1] for one in sockets]
+        ports.append(first)
     for one in sockets:
         one.close()
     return ports

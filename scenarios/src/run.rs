@@ -21,6 +21,7 @@ use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::transfer::TransferSettings;
+use kvferry_engine::core::verify::Verify;
 use kvferry_faults::section;
 pub use kvferry_faults::{
     DrawnFault, DurationRange, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection,
@@ -49,6 +50,9 @@ pub struct Run {
     pub engine: EngineSettings,
     /// What the simulator keeps of block contents.
     pub memory: MemoryFidelity,
+    /// How much of the KV all instances verify.
+    #[serde(default)]
+    pub verify: Verify,
     /// Who moves the bytes, unless an instance says otherwise.
     pub mode: Mode,
     /// Tokens per entry of [`WorkloadPrompt::prefix`].
@@ -235,6 +239,9 @@ pub struct EngineSettings {
     pub load_failure: LoadFailurePolicy,
     /// Which free block is handed out next.
     pub allocator: AllocationOrder,
+    /// Percent of a decode's blocks that loads may have before their prefills are ready: they do not
+    /// wait where all the others are free.
+    pub early_percent: u32,
 }
 
 impl Default for EngineSettings {
@@ -245,6 +252,7 @@ impl Default for EngineSettings {
             max_waiting: 1 << 16,
             load_failure: LoadFailurePolicy::Recompute,
             allocator: AllocationOrder::Fifo,
+            early_percent: 0,
         }
     }
 }

@@ -13,6 +13,9 @@
 //! later. What is proven is membership of the fleet: who knows the secret can speak for each of its
 //! engines. Nothing here hides what is said.
 //!
+//! What a member tells another one by way of others, who cannot know the secret, it seals with a
+//! [`CarrierKey`]. That proves who said it and not when: what is sealed has to name its use.
+//!
 //! A file has one secret, or two while they are changed ([`SecretFile`]): the first is offered
 //! first, both are accepted.
 //!
@@ -45,7 +48,7 @@ pub use self::network::{
     is_insecure,
 };
 pub use self::proof::{
-    ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer, SecretConfirmation,
-    SecretOffer, SessionSeal,
+    CarrierKey, ExpectedConfirmation, FleetSecret, ProofError, ProvenSession, SecretAnswer,
+    SecretConfirmation, SecretOffer, SessionSeal,
 };
 pub use self::reload::{ReloadedFiles, read_private};

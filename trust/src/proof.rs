@@ -116,6 +116,12 @@ impl FleetKey {
         FleetKey { key, id: KeyId(id) }
     }
 
+    fn carrier_key(&self, name: &[&[u8]]) -> CarrierKey {
+        let parts: Vec<&[u8]> =
+            [b"carrier".as_slice()].into_iter().chain(name.iter().copied()).collect();
+        CarrierKey { id: self.id, key: finish(mac(&self.key, &parts)) }
+    }
+
     /// What both MACs and the key of the session are over.
     fn mac(
         &self,
@@ -233,6 +239,66 @@ impl ExpectedConfirmation {
         verify(self.mac, &said.0)?;
         Ok(self.session)
     }
+}
+
+/// A key by which a member seals what others carry to another member. It is derived of the secret
+/// for one name, so that who has it can seal in no other.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CarrierKey {
+    id: KeyId,
+    key: MacBytes,
+}
+
+impl fmt::Debug for CarrierKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("CarrierKey").field(&self.id).finish_non_exhaustive()
+    }
+}
+
+impl CarrierKey {
+    /// Seals what is said, in parts, as a text: the id of the secret's key and the MAC, in
+    /// hexadecimal digits.
+    pub fn seal(&self, said: &[&[u8]]) -> String {
+        let mac = finish(mac(&self.key, said));
+        self.id.0.iter().chain(&mac).map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+impl FleetSecret {
+    /// The key by which `name` seals, of the first secret.
+    pub fn carrier_key(&self, name: &[&[u8]]) -> CarrierKey {
+        self.0[0].carrier_key(name)
+    }
+
+    /// Checks what [`CarrierKey::seal`] made, in this name.
+    ///
+    /// # Errors
+    /// No seal, one of another secret, or one over something else or in another name.
+    pub fn check_carried(
+        &self,
+        name: &[&[u8]],
+        said: &[&[u8]],
+        seal: &str,
+    ) -> Result<(), ProofError> {
+        let bytes = hex(seal).ok_or(ProofError::Wrong)?;
+        let (id, mac_said) = bytes.split_at(8);
+        let key = self.0.iter().find(|key| key.id.0 == id).ok_or(ProofError::NoCommonSecret)?;
+        let mac_of = mac(&key.carrier_key(name).key, said);
+        mac_of.verify_slice(mac_said).map_err(|_| ProofError::Wrong)
+    }
+}
+
+/// The bytes of an id and a MAC in hexadecimal digits.
+fn hex(text: &str) -> Option<[u8; 40]> {
+    let mut bytes = [0; 40];
+    let is_hex = text.len() == 2 * bytes.len() && text.bytes().all(|c| c.is_ascii_hexdigit());
+    if !is_hex {
+        return None;
+    }
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = u8::from_str_radix(&text[2 * at..2 * at + 2], 16).ok()?;
+    }
+    Some(bytes)
 }
 
 /// A key that only the two sides of one exchange have.

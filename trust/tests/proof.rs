@@ -125,3 +125,45 @@ proptest! {
         prop_assert!(proven.check(&[b"refused"], &session.seal(&[b"welcome"])).is_err());
     }
 }
+
+proptest! {
+    #[test]
+    fn what_is_carried_was_sealed_by_who_is_named(
+        parts in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..8), 0..4),
+        other in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..8), 0..4),
+        (at, by) in (0..80_usize, 1..16_u8),
+    ) {
+        fn slices(parts: &[Vec<u8>]) -> Vec<&[u8]> {
+            parts.iter().map(Vec::as_slice).collect()
+        }
+        let (own, members) = (secret(&[0]), [secret(&[0]), secret(&[0, 1]), secret(&[1, 0])]);
+        let name: &[&[u8]] = &[b"prefill", b"p0"];
+        let seal = own.carrier_key(name).seal(&slices(&parts));
+        for member in &members {
+            prop_assert_eq!(member.check_carried(name, &slices(&parts), &seal), Ok(()));
+            for wrong in [&[b"prefill" as &[u8], b"p1"] as &[&[u8]], &[b"prefillp0"], &[]] {
+                let said = member.check_carried(wrong, &slices(&parts), &seal);
+                prop_assert_eq!(said, Err(ProofError::Wrong));
+            }
+            if parts != other {
+                let said = member.check_carried(name, &slices(&other), &seal);
+                prop_assert_eq!(said, Err(ProofError::Wrong));
+            }
+            let mut digits = seal.clone().into_bytes();
+            let digit = u8::from_str_radix(&seal[at..=at], 16).expect("hex") ^ by;
+            digits[at] = format!("{digit:x}").as_bytes()[0];
+            let changed = String::from_utf8(digits).expect("hex");
+            prop_assert!(member.check_carried(name, &slices(&parts), &changed).is_err());
+        }
+        let stranger = secret(&[2]).check_carried(name, &slices(&parts), &seal);
+        prop_assert_eq!(stranger, Err(ProofError::NoCommonSecret));
+    }
+}
+
+#[test]
+fn what_is_no_seal_is_wrong() {
+    for seal in ["", "00", &"0".repeat(79), &"0".repeat(82), &"é".repeat(40), &"+f".repeat(40)] {
+        let said = secret(&[0]).check_carried(&[], &[], seal);
+        assert_eq!(said, Err(ProofError::Wrong), "{seal}");
+    }
+}

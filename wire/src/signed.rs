@@ -64,8 +64,15 @@ enum SignedLink {
         heartbeat: Vec<u8>,
     },
     /// The other side registers, and has to confirm.
-    Answered(Box<ExpectedConfirmation>),
+    Answered(Box<AnsweredOffer>),
     Proven(SealedLink),
+}
+
+/// An offer, what was answered, and what confirms that.
+struct AnsweredOffer {
+    offer: SecretOffer,
+    answer: SecretAnswer,
+    expected: ExpectedConfirmation,
 }
 
 /// A control plane whose registrations are signed where there is a secret.
@@ -175,11 +182,23 @@ impl<P: ControlPlane> SignedPlane<P> {
         out.push(SignedEvent::Wrong(link, why.into()));
     }
 
+    /// An offer is repeated until its answer is there, and has the same one each time: a proof of another
+    /// one would be wrong.
     fn on_offer(&mut self, link: LinkId, offer: &SecretOffer, out: &mut Vec<SignedEvent>) {
+        if let Some(SignedLink::Answered(known)) = self.links.get(&link)
+            && known.offer == *offer
+        {
+            // If it does not get out the offer comes again.
+            let _full =
+                self.plane.send(link, &[&ProofFrame::Answer(known.answer.clone()).encode()]);
+            return;
+        }
         match self.proof.answer(PURPOSE, Some(offer)) {
             Ok(Some((answer, expected))) => {
-                if self.plane.send(link, &[&ProofFrame::Answer(answer).encode()]).is_ok() {
-                    self.links.insert(link, SignedLink::Answered(Box::new(expected)));
+                if self.plane.send(link, &[&ProofFrame::Answer(answer.clone()).encode()]).is_ok() {
+                    let offer = offer.clone();
+                    let answered = AnsweredOffer { offer, answer, expected };
+                    self.links.insert(link, SignedLink::Answered(Box::new(answered)));
                 }
             }
             Ok(None) => {}
@@ -212,8 +231,8 @@ impl<P: ControlPlane> SignedPlane<P> {
     ) {
         let Some(state @ SignedLink::Answered(_)) = self.links.get_mut(&link) else { return };
         let plain = SignedLink::Plain { is_told: true };
-        let SignedLink::Answered(expected) = std::mem::replace(state, plain) else { return };
-        match expected.check(said) {
+        let SignedLink::Answered(answered) = std::mem::replace(state, plain) else { return };
+        match answered.expected.check(said) {
             Ok(session) => {
                 *state = SignedLink::Proven(SealedLink::new(link, session));
                 out.push(SignedEvent::Proven(link));

@@ -114,6 +114,30 @@ fn what_is_signed_is_read_by_everybody_as_it_was() {
     assert_eq!(instance.sent(), [[heartbeat(1)]]);
 }
 
+/// As where a router is busy for longer than a heartbeat.
+#[test]
+fn an_offer_that_is_repeated_has_one_answer() {
+    let (mut instance, mut router) = pair(Some(OURS), Some(OURS));
+    instance.say(&heartbeat(1));
+    for parts in instance.sent() {
+        assert_eq!(router.hear(parts), []);
+    }
+    // The answer gets lost, as where the instance has no room for what it says to it.
+    let lost = router.sent();
+    instance.say(&heartbeat(1));
+    for parts in instance.sent() {
+        assert_eq!(router.hear(parts), []);
+    }
+    assert_eq!(router.sent(), lost);
+    instance.say(&heartbeat(1));
+    instance.say(&heartbeat(2));
+    let [heard, _] = carry(&mut instance, &mut router);
+    assert_eq!(heard, [SignedEvent::Proven(IN), frame(IN, heartbeat(2))]);
+    instance.say(&heartbeat(3));
+    let [heard, _] = carry(&mut instance, &mut router);
+    assert_eq!(heard, [frame(IN, heartbeat(3))]);
+}
+
 #[test]
 fn both_directions_are_sealed_once_both_are_proven() {
     let (mut instance, mut router) = proven();

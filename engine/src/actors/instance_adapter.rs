@@ -4,7 +4,7 @@ use super::driver::{InputQueue, PlaneAdapter};
 use super::planes::PlaneSet;
 use crate::core::engine_core::CoreEffect;
 use crate::core::error::{Failure, PeerViolation};
-use crate::core::ids::EngineId;
+use crate::core::ids::{EngineId, RequestId};
 use crate::core::instance::{Instance, InstanceEffect, InstanceInput};
 use crate::core::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
 use crate::core::payload::DirectoryNews;
@@ -41,6 +41,9 @@ pub trait EffectHandler: Unpin + 'static {
     /// A peer's hello was refused.
     fn refused(&mut self, _peer: &EngineId, _failure: &Failure) {}
 
+    /// MoRIIO is spoken with the peer of a request.
+    fn speaks_moriio(&mut self, _request: &RequestId) {}
+
     /// A machine is about to handle an input.
     fn began(&mut self, _now: Nanos, _input: &InstanceInput) {}
 
@@ -76,6 +79,7 @@ impl<F: PlaneSet, O: EffectHandler> InstanceAdapter<F, O> {
             CoreEffect::Violation(violation) => self.outlet.violation(&violation),
             CoreEffect::Router(news) => self.outlet.router(&news),
             CoreEffect::Refused { peer, failure } => self.outlet.refused(&peer, &failure),
+            CoreEffect::SpeaksMoriio { request } => self.outlet.speaks_moriio(&request),
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
-    Address, Completion, DataEvent, Direction, Memory, OpId, OwnMemory, PeerId, QuiesceTicket,
-    Refused, RegionDesc, RegionId, SessionId, Submit,
+    Address, Completion, DataEvent, DigestBatch, DigestId, DigestParts, Direction, Memory, OpId,
+    OwnMemory, PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit, digest_of,
 };
 
 const END: u64 = MEMORY as u64;
@@ -62,6 +62,48 @@ pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
         assert!(rig.bytes(target) == expected, "{direction:?} moved other bytes");
         assert!(rig.bytes(source) == from, "{direction:?} changed its source");
     }
+}
+
+pub(super) fn digests_its_own_memory(fixture: &mut dyn DataFixture) {
+    let mut rig = DataHarness::connected(fixture);
+    if !rig.plane(0).digests() {
+        return;
+    }
+    let bytes = rig.bytes(0);
+    let parts: [(u64, &[(u64, u64)]); 5] = [
+        (7, &[(0, END)]),
+        (8, &[(END - 100, 100), (5_000, 7), (1, 0)]),
+        (9, &[(5_000, 7), (END - 100, 100)]),
+        (9, &[]),
+        (7, &[(3, 1)]),
+    ];
+    let (mut asked, mut expected) = (DigestParts::default(), Vec::new());
+    // More than is done between two polls.
+    for (seed, ranges) in parts.repeat(400) {
+        asked.begin(seed);
+        let mut part = Vec::new();
+        for (from, len) in ranges {
+            asked.push(*from, *len);
+            part.extend_from_slice(&bytes[*from as usize..(from + len) as usize]);
+        }
+        expected.push(digest_of(seed, &part));
+    }
+    let id = DigestId(1);
+    let batch = DigestBatch { id, region: REGION, parts: asked };
+    rig.plane(0).digest(batch).expect("a good batch is taken");
+    let is_answer = |event: &&DataEvent| matches!(event, DataEvent::Digested { .. });
+    rig.until("digests", |rig| rig.seen[0].iter().any(|event| is_answer(&event)));
+    rig.idle();
+    let answers: Vec<_> = rig.seen[0].iter().filter(is_answer).cloned().collect();
+    assert_eq!(answers, [DataEvent::Digested { id, result: Ok(expected) }]);
+    for (region, from, len) in [(RegionId(99), 0, 1), (REGION, END, 1), (REGION, 8, u64::MAX)] {
+        let mut parts = DigestParts::default();
+        parts.begin(1);
+        parts.push(from, len);
+        let batch = DigestBatch { id: DigestId(2), region, parts };
+        assert_invalid(rig.plane(0).digest(batch), "a digest of what is not registered");
+    }
+    assert!(rig.bytes(0) == bytes, "a digest changed its memory");
 }
 
 pub(super) fn refuses_bad_batches(fixture: &mut dyn DataFixture) {

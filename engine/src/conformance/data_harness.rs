@@ -2,8 +2,8 @@
 
 use crate::core::time::Nanos;
 use crate::fabric::{
-    Completion, DataEvent, DataPlane, Direction, Memory, OpId, PeerId, QuiesceTicket, Refused,
-    RegionDesc, RegionId, SessionId, Submit,
+    Completion, DataEvent, DataPlane, Direction, FenceScope, Memory, OpId, PeerId, QuiesceTicket,
+    Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 
 /// Bytes of memory that each plane of a fixture has.
@@ -39,6 +39,12 @@ pub trait DataFixture {
     /// have succeeded before [`DataFixture::kill`].
     fn runs_by_itself(&self) -> bool {
         false
+    }
+
+    /// What a fence of plane 0 by plane 1 revokes; less than what the plane can revoke at most where
+    /// that depends on the peer.
+    fn fence_scope(&mut self) -> FenceScope {
+        self.plane(1).caps().fence
     }
 
     /// Takes the backend of plane 0 away, as when its port goes down, or lets it have a new one;

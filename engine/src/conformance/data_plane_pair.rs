@@ -7,7 +7,7 @@
 use super::data_harness::DataFixture;
 use super::remote_plane::{PlaneUnderTest, RemotePlane};
 use crate::core::time::Nanos;
-use crate::fabric::{DataPlane, Memory};
+use crate::fabric::{DataPlane, FenceScope, Memory};
 use std::fmt;
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ impl SecondPlane {
 pub struct DataPlanePair {
     first: Box<dyn PlaneUnderTest>,
     second: SecondPlane,
+    /// What a fence of the first by the second revokes, if that is not all that it can.
+    fence: Option<FenceScope>,
     start: Instant,
     rounds: u64,
     /// The round until which all wait.
@@ -57,7 +59,12 @@ impl fmt::Debug for DataPlanePair {
 impl DataPlanePair {
     /// A fixture of two planes.
     pub fn new(first: Box<dyn PlaneUnderTest>, second: SecondPlane) -> DataPlanePair {
-        DataPlanePair { first, second, start: Instant::now(), rounds: 0, busy: 0 }
+        DataPlanePair { first, second, fence: None, start: Instant::now(), rounds: 0, busy: 0 }
+    }
+
+    /// The same where a fence between them revokes no more than this.
+    pub fn fencing(self, fence: FenceScope) -> DataPlanePair {
+        DataPlanePair { fence: Some(fence), ..self }
     }
 
     fn served(&mut self, index: usize) -> &mut dyn PlaneUnderTest {
@@ -101,6 +108,10 @@ impl DataFixture for DataPlanePair {
 
     fn runs_by_itself(&self) -> bool {
         true
+    }
+
+    fn fence_scope(&mut self) -> FenceScope {
+        self.fence.unwrap_or_else(|| self.plane(1).caps().fence)
     }
 
     fn backend(&mut self, there: bool) -> bool {

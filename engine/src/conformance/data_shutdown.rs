@@ -107,7 +107,7 @@ fn moments() -> impl Iterator<Item = u32> {
 
 /// A descriptor of plane 1's memory that is good after a fence.
 fn renewed(rig: &mut DataHarness<'_>, remote: RegionDesc) -> RegionDesc {
-    match rig.plane(1).caps().fence {
+    match rig.fixture.fence_scope() {
         FenceScope::Peer => return remote,
         FenceScope::Region => rig.plane(1).deregister(REGION).expect("nothing uses it"),
         FenceScope::Backend => {

@@ -37,6 +37,7 @@ pub type DataCheck = fn(&mut dyn DataFixture);
 pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("register_and_open_are_answered", data::register_and_open_are_answered),
     ("moves_exactly_the_ranges", data::moves_exactly_the_ranges),
+    ("digests_its_own_memory", data::digests_its_own_memory),
     ("refuses_bad_batches", data::refuses_bad_batches),
     ("refuses_dead_sessions", data::refuses_dead_sessions),
     ("completes_each_operation_once", data::completes_each_operation_once),

@@ -54,6 +54,8 @@ pub mod capability {
     pub const PULL: u32 = 1 << 1;
     /// There are payloads behind the engine, and notes about them are understood.
     pub const PAYLOADS: u32 = 1 << 2;
+    /// KV is verified: the prefill digests what it gives when it is asked to, and the decode asks.
+    pub const VERIFY: u32 = 1 << 3;
 }
 
 /// Messages that may be sent and unacknowledged; part of the protocol: a number further ahead is a

@@ -16,8 +16,8 @@
 use super::layout::Slices;
 use super::machine::Turn;
 use crate::fabric::{
-    Address, Direction, Endpoint, LinkId, LinkKind, Memory, OpId, PeerId, QuiesceTicket, Refused,
-    RegionDesc, RegionId, SessionId,
+    Address, DigestBatch, DigestId, Direction, Endpoint, LinkId, LinkKind, Memory, OpId, PeerId,
+    QuiesceTicket, Refused, RegionDesc, RegionId, SessionId,
 };
 use serde::{Deserialize, Serialize};
 
@@ -73,6 +73,7 @@ pub enum DataCommand {
     Open { session: SessionId, local: RegionId, peer: PeerId, remote: RegionDesc },
     Close { session: SessionId },
     Submit { op: OpId, session: SessionId, direction: Direction, slices: Slices },
+    Digest(DigestBatch),
     Quiesce { session: SessionId, ticket: QuiesceTicket },
     Fence { peer: PeerId },
 }
@@ -85,6 +86,7 @@ pub enum DataRefusal {
     Connect { peer: PeerId, why: Refused },
     Open { session: SessionId, why: Refused },
     Submit { op: OpId, why: Refused },
+    Digest { id: DigestId, why: Refused },
 }
 
 impl DataRefusal {
@@ -94,7 +96,8 @@ impl DataRefusal {
             DataRefusal::Register { why, .. }
             | DataRefusal::Connect { why, .. }
             | DataRefusal::Open { why, .. }
-            | DataRefusal::Submit { why, .. } => why,
+            | DataRefusal::Submit { why, .. }
+            | DataRefusal::Digest { why, .. } => why,
         }
     }
 }

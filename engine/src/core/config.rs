@@ -20,6 +20,7 @@ use super::layout::Geometry;
 use super::message::{Mode, Role};
 use super::moriio::MoriioConfig;
 use super::time::Nanos;
+use super::verify::Verify;
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -50,6 +51,9 @@ pub struct CoreConfig {
     /// True if there are payloads behind it, about which its peers may have notes.
     #[serde(default)]
     pub payloads: bool,
+    /// How much of the KV is verified; on, peers have to verify too, and a decode's level counts.
+    #[serde(default, skip_serializing_if = "Verify::is_off")]
+    pub verify: Verify,
 }
 
 impl CoreConfig {
@@ -78,6 +82,7 @@ impl CoreConfig {
             settings: CoreSettings::default(),
             channel: ChannelConfig::default(),
             payloads: false,
+            verify: Verify::Off,
             moriio: None,
         }
     }

@@ -2,7 +2,7 @@
 
 use super::command::ControlCommand;
 use super::error::{Failure, PeerViolation};
-use super::ids::EngineId;
+use super::ids::{EngineId, RequestId};
 use super::machine::Turn;
 use super::message::{DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport};
 use super::payload::{DirectoryCall, DirectoryNews};
@@ -43,6 +43,8 @@ pub enum CoreEffect<A> {
     Router(RouterEvent),
     /// For the log: the hello of who calls itself `peer` was refused, and it was told why.
     Refused { peer: EngineId, failure: Failure },
+    /// For the log: who is to have the KV of this request speaks MoRIIO, and is spoken to so.
+    SpeaksMoriio { request: RequestId },
 }
 
 impl<A> From<ControlCommand> for CoreEffect<A> {

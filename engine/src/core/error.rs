@@ -11,6 +11,7 @@
 //! assert!(failure.is_of_pair() && !Failure::Cancelled.is_of_pair());
 //! ```
 
+use super::ids::EngineId;
 use super::layout::Mismatch;
 use crate::fabric::{Endpoint, FabricError, LinkId, Refused};
 use serde::{Deserialize, Serialize};
@@ -58,6 +59,8 @@ pub enum Failure {
     EngineGone,
     /// The leg is for another incarnation of this engine.
     OtherLife,
+    /// The KV that arrived is not that of the prefill; says where.
+    Corrupt(Arc<str>),
     /// What a peer of a later version calls by this name.
     Unknown(Arc<str>),
 }
@@ -65,7 +68,20 @@ pub enum Failure {
 /// Longest text of a failure in a registration, in characters.
 const CLIPPED_MAX: usize = 256;
 
+/// What a peer does that does not speak the native dialect.
+const SPEAKS_MORIIO: &str = " speaks only MoRIIO";
+
+/// Why nothing of the native dialect is said to a peer.
+pub(super) fn speaks_only_moriio(engine: &EngineId) -> Failure {
+    Failure::HelloRefused(format!("{engine}{SPEAKS_MORIIO}").into())
+}
+
 impl Failure {
+    /// True of a peer to which nothing of the native dialect is said; see [`speaks_only_moriio`].
+    pub(super) fn is_of_moriio(&self) -> bool {
+        matches!(self, Failure::HelloRefused(why) if why.ends_with(SPEAKS_MORIIO))
+    }
+
     pub(super) fn mismatch(why: impl Into<Arc<str>>) -> Failure {
         Failure::Mismatch(Mismatch(why.into()))
     }
@@ -103,7 +119,7 @@ impl Failure {
             Failure::Refused(refused) => match refused {
                 Refused::Busy | Refused::Gone | Refused::Unsupported(_) | Refused::Invalid(_) => 1,
             },
-            Failure::OtherLife | Failure::Unknown(_) => 2,
+            Failure::OtherLife | Failure::Corrupt(_) | Failure::Unknown(_) => 2,
         }
     }
 
@@ -129,6 +145,7 @@ impl Failure {
             Failure::Violation(_) => "violation",
             Failure::EngineGone => "engine-gone",
             Failure::OtherLife => "other-life",
+            Failure::Corrupt(_) => "corrupt",
             Failure::Unknown(_) => "unknown",
         }
     }
@@ -152,6 +169,7 @@ impl Failure {
             }
             Failure::Mismatch(Mismatch(text)) => Failure::Mismatch(Mismatch(cut(text))),
             Failure::HelloRefused(text) => Failure::HelloRefused(cut(text)),
+            Failure::Corrupt(text) => Failure::Corrupt(cut(text)),
             Failure::Unknown(text) => Failure::Unknown(cut(text)),
             Failure::Violation(PeerViolation { peer, frame, rule }) => {
                 let (peer, frame, rule) = (cut(peer), cut(frame), cut(rule));
@@ -174,6 +192,7 @@ impl Failure {
                 | Failure::Fabric(_)
                 | Failure::Refused(_)
                 | Failure::Violation(_)
+                | Failure::Corrupt(_)
         )
     }
 }
@@ -200,6 +219,7 @@ impl fmt::Display for Failure {
             Failure::Violation(violation) => write!(f, "{violation}"),
             Failure::EngineGone => f.write_str("engine or worker rank is gone"),
             Failure::OtherLife => f.write_str("the leg is for another incarnation of this engine"),
+            Failure::Corrupt(what) => write!(f, "KV did not arrive as it was sent: {what}"),
             Failure::Unknown(name) => write!(f, "{name}, which this version does not know"),
         }
     }
@@ -249,6 +269,7 @@ mod tests {
                 Failure::Refused(Refused::Invalid(part())),
                 Failure::Mismatch(Mismatch(part())),
                 Failure::HelloRefused(part()),
+                Failure::Corrupt(part()),
                 Failure::Unknown(part()),
                 Failure::Violation(violation),
             ]

@@ -146,6 +146,8 @@ macro_rules! core_kinds {
             FlowMoving = $input::Report { report: TransferReport::Flow { state: FlowState::Moving, .. }, .. },
             FlowFailing =
                 $input::Report { report: TransferReport::Flow { state: FlowState::Failing(_), .. }, .. },
+            FlowDigested =
+                $input::Report { report: TransferReport::Flow { state: FlowState::Digested(_), .. }, .. },
             FlowDone =
                 $input::Report { report: TransferReport::Flow { state: FlowState::Done { .. }, .. }, .. },
             FlowFailed =
@@ -194,6 +196,7 @@ moriio {
     MoriioMetadata = Metadata,
     MoriioMemory = Memory,
     MoriioWritten = Written,
+    MoriioFailed = Failed,
     MoriioText = Text,
 });
 
@@ -205,6 +208,7 @@ kinds!("transfer", TransferInput {
     JobForget = TransferInput::Job(TransferJob::Forget { .. }),
     JobWrite = TransferInput::Job(TransferJob::Write { .. }),
     JobRead = TransferInput::Job(TransferJob::Read { .. }),
+    JobDigest = TransferInput::Job(TransferJob::Digest { .. }),
     JobStop = TransferInput::Job(TransferJob::Stop { .. }),
     Layers = TransferInput::Layers { .. },
     Registered = TransferInput::Data(DataEvent::Registered { result: Ok(_), .. }),
@@ -214,6 +218,7 @@ kinds!("transfer", TransferInput {
     Moved = TransferInput::Data(DataEvent::Completed { outcome: Completion::Done, .. }),
     Unmoved = TransferInput::Data(DataEvent::Completed { outcome: Completion::Failed { .. }, .. }),
     Quiet = TransferInput::Data(DataEvent::Quiet { .. }),
+    Digested = TransferInput::Data(DataEvent::Digested { .. }),
     Fenced = TransferInput::Data(DataEvent::Fenced { .. }),
     PeerDown = TransferInput::Data(DataEvent::PeerDown { .. }),
     Reset = TransferInput::Data(DataEvent::Reset { .. }),

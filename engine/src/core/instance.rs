@@ -20,7 +20,7 @@
 
 use super::command::{DataCommand, DataRefusal};
 use super::config::CoreConfig;
-use super::decode::{Decode, DecodeEffect, DecodeInput};
+use super::decode::{Decode, DecodeEffect, DecodeInput, VerifyCounters};
 use super::engine_core::{CoreEffect, CoreInput};
 use super::ids::StepId;
 use super::machine::{Gauges, Machine, Outbox};
@@ -227,6 +227,14 @@ impl Instance {
                 CoreMachine::Decode(core, _) => core.deadline(),
             },
             InstancePart::Rank(rank) => self.rank(rank)?.deadline(),
+        }
+    }
+
+    /// What became of the KV that was verified; zeros for a prefill.
+    pub fn verified(&self) -> VerifyCounters {
+        match &self.core {
+            Some(CoreMachine::Decode(core, _)) => core.verified(),
+            _ => VerifyCounters::default(),
         }
     }
 

@@ -132,7 +132,8 @@ impl TransferConfig {
                 Role::Decode => 0,
             },
             quarantined: 0,
-            queued: total(posts),
+            // What is digested of each flow, too, a layer of a rank and some blocks at a time.
+            queued: total(posts.saturating_mul(2)),
             tombstones: 0,
             peers: total(peers),
             links: 0,

@@ -24,6 +24,7 @@ use super::ids::*;
 use super::layout::{BlockList, Geometry, RankLayout};
 use super::payload::PayloadNote;
 use super::time::Nanos;
+use super::verify::{DigestPlan, KvDigest, VerifyRequest};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -68,12 +69,19 @@ pub enum Message {
         from: u32,
         /// Destination blocks per group.
         blocks: Vec<BlockList>,
+        /// What the prefill is to prove. Only to peers that have
+        /// [`super::channel::capability::VERIFY`], as all that is added for it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verify: Option<VerifyRequest>,
     },
     /// Decode to prefill, pull: tell me the blocks and hold them.
     Pull {
         tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
+        /// As in [`Message::Announce`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verify: Option<VerifyRequest>,
     },
     /// Prefill to decode, pull: read these blocks while the lease lasts. The reader counts the
     /// lease from when it sent its `Pull` or `Renew`.
@@ -85,6 +93,9 @@ pub enum Message {
         blocks: Vec<BlockList>,
         /// Length of the lease.
         lease: Nanos,
+        /// Of the source blocks, if it was asked for.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        digest: Option<Box<KvDigest>>,
     },
     /// Decode to prefill, pull: still reading.
     Renew {
@@ -107,6 +118,9 @@ pub enum Message {
         ranks: RankSet,
         /// Tokens of the prompt.
         tokens: u32,
+        /// Of what was to be written, if it was asked for.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        digest: Option<Box<KvDigest>>,
     },
     /// Decode to prefill: these decode ranks need the source no more, or have what they need.
     Release {
@@ -196,12 +210,15 @@ pub struct PrefillLeg {
     /// The decode, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio: Option<Arc<MoriioLeg>>,
+    /// A hash of the prompt's token ids, if the engine says one; needed where KV is verified.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_hash: Option<u64>,
 }
 
 impl PrefillLeg {
     /// Of a prompt that one sample fetches from whatever incarnation gets the leg.
     pub fn new(key: TransferKey, mode: Mode) -> PrefillLeg {
-        PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None }
+        PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None, prompt_hash: None }
     }
 }
 
@@ -223,12 +240,24 @@ pub struct DecodeLeg {
     /// The prefill, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio: Option<Arc<MoriioLeg>>,
+    /// As in [`PrefillLeg`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_hash: Option<u64>,
 }
 
 impl DecodeLeg {
     /// Of the only sample, whose prompt the engine `prefill` has in whatever incarnation.
     pub fn new(key: TransferKey, mode: Mode, prefill: EngineId, control: Endpoint) -> DecodeLeg {
-        DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None }
+        DecodeLeg {
+            key,
+            sibling: 0,
+            mode,
+            prefill,
+            control,
+            incarnation: None,
+            moriio: None,
+            prompt_hash: None,
+        }
     }
 }
 
@@ -289,7 +318,8 @@ pub enum PrefillAnswer {
         /// None if every receiver got everything.
         failure: Option<Failure>,
     },
-    /// The preempted request's blocks may be reused; exactly once per preemption.
+    /// The preempted request's blocks may be reused; exactly once per preemption, also of a request
+    /// that was rejected meanwhile.
     PreemptionSafe { request: RequestId },
     /// The request cannot be served as a transfer, e.g. a duplicate key; the engine answers the
     /// leg with an error. May cross with other hooks of the request. Nothing else follows for it.
@@ -412,6 +442,22 @@ pub enum TransferJob {
         /// The engine that receives it, if its name is known.
         #[serde(default)]
         reader: Option<EngineId>,
+        /// Digest what is to be written, as soon as it is computed.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        verify: Option<DigestPlan>,
+    },
+    /// Digest `from..tokens` of own blocks, as a peer's ranks exchange them with this one.
+    Digest {
+        /// Answered by [`FlowState::Digested`] and one report that is final.
+        flow: FlowId,
+        peer: ConnectionId,
+        /// First token.
+        from: u32,
+        /// One past the last token.
+        tokens: u32,
+        /// Own blocks per group.
+        blocks: Arc<Vec<BlockList>>,
+        plan: DigestPlan,
     },
     /// Pull: read `from..tokens` from a peer's blocks.
     Read {
@@ -466,6 +512,8 @@ pub enum FlowState {
     Moving,
     /// Not final: it will fail; `Failed` follows when quiet.
     Failing(Failure),
+    /// Not final: the digest of what the flow is about; ahead of `Done`.
+    Digested(Box<KvDigest>),
     /// Final: everything is placed.
     Done {
         /// Bytes that this rank moved.

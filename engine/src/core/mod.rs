@@ -42,6 +42,7 @@ pub mod router;
 pub mod time;
 mod timers;
 pub mod transfer;
+pub mod verify;
 
 pub use machine::{Gauges, Machine, Outbox};
 pub use time::Nanos;

@@ -15,7 +15,7 @@ use super::machine::Gauges;
 use super::message::{
     FlowState, Message, Mode, MoriioLeg, RouterEvent, TransferJob, TransferReport,
 };
-use super::moriio::{MoriioCounters, MoriioPeers};
+use super::moriio::{MoriioConfig, MoriioCounters, MoriioPeers};
 use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
 use super::time::Nanos;
 use super::timers::Timers;
@@ -165,6 +165,22 @@ pub(super) struct PeerManager {
     violations: u32,
 }
 
+/// What an engine is to peers that speak MoRIIO; where KV is verified it deals with none.
+fn moriio_of(config: &CoreConfig) -> Option<MoriioConfig> {
+    let mut moriio = config.moriio.clone()?;
+    if !config.verify.is_off() && !planted!("moriio-is-spoken-unverified") {
+        moriio.closed.get_or_insert_with(|| {
+            let engine = &config.engine;
+            format!(
+                "{engine} verifies KV, which peers that speak MoRIIO cannot prove: turn its `verify` \
+                 off, or use a peer with kvferry"
+            )
+            .into()
+        });
+    }
+    Some(moriio)
+}
+
 impl PeerManager {
     pub(super) fn new(config: &CoreConfig) -> PeerManager {
         let me = LocalEngine {
@@ -177,7 +193,9 @@ impl PeerManager {
                     Mode::Push => capability::PUSH,
                     Mode::Pull => capability::PULL,
                 };
-                if config.payloads { mode | capability::PAYLOADS } else { mode }
+                let with = |on: bool, ability| if on { ability } else { 0 };
+                mode | with(config.payloads, capability::PAYLOADS)
+                    | with(!config.verify.is_off(), capability::VERIFY)
             },
         };
         PeerManager {
@@ -188,10 +206,9 @@ impl PeerManager {
             receivers_max: config.settings.receivers_max,
             rebuild_delay: config.settings.rebuild_delay,
             peers: Peers::new(config.channel.clone(), me, config.moriio.is_some()),
-            moriio: config
-                .moriio
-                .clone()
-                .map(|moriio| MoriioPeers::new(moriio, config.role, config.geometry.clone())),
+            moriio: moriio_of(config).map(|moriio| {
+                MoriioPeers::new(moriio, (config.role, config.mode), config.geometry.clone())
+            }),
             payload_peers: PayloadPeers::new(config.payloads, config.role),
             peer_events: Vec::new(),
             events: Vec::new(),
@@ -249,14 +266,20 @@ impl PeerManager {
     }
 
     /// The connection of a prefill that speaks MoRIIO, for one transfer.
+    ///
+    /// # Errors
+    /// Why such a prefill cannot use this engine's memory.
     pub(super) fn reach_moriio<A>(
         &mut self,
         (request, key): (&RequestId, &TransferKey),
         peer: &Arc<MoriioLeg>,
         turn: &mut CoreTurn<'_, A>,
-    ) -> ConnectionId {
+    ) -> Result<ConnectionId, Failure> {
         let moriio = self.moriio.as_mut().expect("checked when the leg was admitted");
-        moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events))
+        if peer.peer.is_some() {
+            moriio.fits()?;
+        }
+        Ok(moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events)))
     }
 
     /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use serde_json::Value;
 use std::sync::Arc;
 
-fn metadata_of(decoded: &Value) -> AgentMetadata {
+pub(crate) fn metadata_of(decoded: &Value) -> AgentMetadata {
     AgentMetadata {
         engine_id: text(&decoded["engine_id"]).into(),
         engine: unhex(&decoded["agent_metadata"]).into(),
@@ -19,6 +19,7 @@ fn metadata_of(decoded: &Value) -> AgentMetadata {
         num_blocks: number(&decoded["num_blocks"]),
         block_len: number(&decoded["block_len"]),
         attn_backend: text(&decoded["attn_backend_name"]).into(),
+        layouts: CacheLayouts::default(),
         native: false,
     }
 }
@@ -114,21 +115,33 @@ fn a_layer_is_named_once() {
     assert_eq!(&*LayerMemory::decode(&twice).unwrap_err().rule, "layer named twice");
 }
 
+fn layouts() -> impl Strategy<Value = CacheLayouts> {
+    let numbers = || proptest::collection::btree_map(any_text(), vec(any::<i64>(), 0..9), 0..4);
+    let sizes = proptest::collection::btree_map(any_text(), any::<i64>(), 0..4);
+    (numbers(), numbers(), sizes).prop_map(|(heads, states, sizes)| CacheLayouts {
+        heads: heads.into_iter().collect(),
+        states: states.into_iter().collect(),
+        block_sizes: sizes.into_iter().collect(),
+    })
+}
+
 fn metadata() -> impl Strategy<Value = AgentMetadata> {
     let numbers = (vec(any::<u64>(), 0..80), any::<i64>(), any::<i64>());
-    (any_text(), any_bytes(), numbers, any_text(), any::<bool>()).prop_map(
-        |(engine_id, engine, (base_addrs, num_blocks, block_len), attn_backend, native)| {
-            AgentMetadata {
-                engine_id,
-                engine,
-                base_addrs,
-                num_blocks,
-                block_len,
-                attn_backend,
-                native,
-            }
-        },
-    )
+    let texts = (any_text(), any_bytes(), any_text());
+    (texts, numbers, layouts(), any::<bool>()).prop_map(|(texts, numbers, layouts, native)| {
+        let (engine_id, engine, attn_backend) = texts;
+        let (base_addrs, num_blocks, block_len) = numbers;
+        AgentMetadata {
+            engine_id,
+            engine,
+            base_addrs,
+            num_blocks,
+            block_len,
+            attn_backend,
+            layouts,
+            native,
+        }
+    })
 }
 
 fn layers() -> impl Strategy<Value = LayerMemory> {

@@ -1,4 +1,4 @@
-//! MoRIIO's bytes: equal to what vLLM 0.32.0 writes, and read as it reads them.
+//! MoRIIO's bytes: equal to what vLLM 0.32.0 and 0.33.0 write, and read as they read them.
 
 mod address;
 mod blocks;
@@ -9,3 +9,4 @@ mod notify;
 mod params;
 mod ports;
 mod registration;
+mod v0_33;

@@ -83,9 +83,7 @@ fn legacy_diallers_look_where_those_of_vllm_look() {
     let unknown = ParallelSizes { dp_size_local: 0, tp_size: 0 };
     let dial = |what| PortFormula::Legacy.dial(what, unknown, 10, 3).unwrap();
     assert_eq!(DIALS.map(dial), [3, 13, 13, 3, 13]);
-    assert_eq!(PortFormula::Legacy.fan_out(2, peer), 2);
-    assert_eq!(PortFormula::Injective.fan_out(2, peer), 4);
-    assert_eq!(PortFormula::Injective.fan_out(2, unknown), 2);
+    assert_eq!((peer.tp_size_or(2), unknown.tp_size_or(2)), (4, 2));
 }
 
 #[test]

@@ -2,4 +2,5 @@
 
 mod decode;
 mod prefill;
+mod ranks;
 mod world;

@@ -251,3 +251,19 @@ fn names_that_receivers_left_before_the_leg_came_are_counted() {
     assert_eq!((came.tombstones, never.tombstones), (1, 1));
     assert_eq!(never.remembered, came.remembered + 1);
 }
+
+#[test]
+fn a_preemption_that_crosses_with_a_rejection_is_answered() {
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
+    arrive_prefill(&mut pair, Mode::Pull, 96, 1);
+    settle(&mut pair, 1);
+    let id = RequestId::from("p-1");
+    let failure = match &pair.prefill_said[..] {
+        [PrefillAnswer::Rejected { request, failure }] if *request == id => failure.clone(),
+        said => panic!("of the other mode: {said:?}"),
+    };
+    pair.prefill(PrefillInput::Hook(PrefillHook::Preempted { request: id.clone() }));
+    settle(&mut pair, 1);
+    let safe = PrefillAnswer::PreemptionSafe { request: id };
+    assert_eq!(pair.prefill_said[1..], [safe], "after {failure}");
+}

@@ -1,6 +1,6 @@
 //! What a lease covers, and what is done when nobody can be told.
 
-use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
+use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, key, loaded};
 use super::{prefill_all, settle};
 use crate::world::{BLOCK, OpResult, PairWorld, Speaker};
 use kvferry_engine::core::Nanos;
@@ -9,9 +9,12 @@ use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::dialect::native::FRAME_MAX;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, TransferReport};
+use kvferry_engine::core::message::{
+    DecodeAnswer, DecodeHook, FinishReason, Mode, PrefillHook, PrefillLeg, TransferReport,
+};
 use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::fabric::{FabricError, Refused};
+use std::sync::Arc;
 
 #[test]
 fn a_prompt_that_was_queued_for_longer_than_a_lease_is_read() {
@@ -160,6 +163,30 @@ fn a_reader_that_never_meets_the_prefill_again_gives_up_with_the_lease() {
     settle(&mut pair, 32);
     assert_eq!(pair.prefill_said.len(), 1);
     assert!(pair.at_rest());
+}
+
+#[test]
+fn a_native_reader_comes_in_the_place_of_whoever_a_prompt_is_held_for() {
+    for waits in [false, true] {
+        let mut pair = PairWorld::beside_moriio(Mode::Pull);
+        let leg = PrefillLeg { moriio: Some(Arc::default()), ..PrefillLeg::new(key(), Mode::Pull) };
+        let arrived = PrefillHook::Arrived { request: "p-1".into(), leg, tokens: 100 };
+        pair.prefill(PrefillInput::Hook(arrived));
+        if !waits {
+            prefill_all(&mut pair, 100);
+            settle(&mut pair, 20);
+        }
+        let request = arrive_decode(&mut pair, Mode::Pull, 100, 0);
+        allocate(&mut pair, &request, 0, 100, 10);
+        settle(&mut pair, 1);
+        if waits {
+            prefill_all(&mut pair, 100);
+            settle(&mut pair, 1);
+        }
+        assert_eq!(pair.decode_said.last(), Some(&loaded(&request)));
+        assert_eq!(pair.prefill_said, [freed(None)], "nobody else is waited for");
+        assert!(pair.at_rest());
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod resets;
 mod room;
 mod stale;
 mod told;
+mod verify;
 mod versions;
 mod world;
 
@@ -24,7 +25,7 @@ use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::fabric::{FabricError, Landed};
 use std::cell::Cell;
 use std::rc::Rc;
-use world::{BLOCK, LAYERS, OpResult, PairWorld, Speaker};
+use world::{BLOCK, HASH, LAYERS, OpResult, PairWorld, Speaker};
 
 fn key() -> TransferKey {
     TransferKey { id: "t1".into(), prompt: 0 }
@@ -41,7 +42,8 @@ fn arrive_prefill_for(
     siblings: u32,
     incarnation: Option<Incarnation>,
 ) {
-    let leg = PrefillLeg { siblings, incarnation, ..PrefillLeg::new(key(), mode) };
+    let prompt_hash = Some(HASH);
+    let leg = PrefillLeg { siblings, incarnation, prompt_hash, ..PrefillLeg::new(key(), mode) };
     let request = RequestId::from("p-1");
     pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
 }
@@ -61,6 +63,7 @@ fn arrive_decode_for(
     let leg = DecodeLeg {
         sibling,
         incarnation,
+        prompt_hash: Some(HASH),
         ..DecodeLeg::new(key(), mode, "prefill".into(), "prefill-control".into())
     };
     pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));

@@ -26,10 +26,17 @@ fn span(bytes: &[u8]) -> usize {
 }
 
 /// The list with one more value at its end.
-fn longer(list: &[u8]) -> Vec<u8> {
-    let more = [&list[1..], b"\x82\xa3new\x07\xa4more\x91\xc0".as_slice()].concat();
-    [vec![list[0] + 1], more].concat()
+fn with(list: &[u8], value: &[u8]) -> Vec<u8> {
+    [&[list[0] + 1], &list[1..], value].concat()
 }
+
+/// The list with a value at its end that is of a later version.
+fn longer(list: &[u8]) -> Vec<u8> {
+    with(list, b"\x82\xa3new\x07\xa4more\x91\xc0")
+}
+
+/// Messages that end with what is left out where it is not wanted, but not by who adds behind it.
+const OPTIONAL: [&[u8]; 4] = [b"Announce", b"Pull", b"Grant", b"Delivered"];
 
 /// A message with a new field in its tag and one at its end.
 fn grown(message: &[u8]) -> Vec<u8> {
@@ -37,6 +44,10 @@ fn grown(message: &[u8]) -> Vec<u8> {
     let fields = &message[name..];
     let tag = span(&fields[1..]);
     let fields = [&fields[..1], &longer(&fields[1..1 + tag]), &fields[1 + tag..]].concat();
+    let fields = match OPTIONAL.contains(&&message[2..name]) {
+        true => with(&fields, b"\xc0"),
+        false => fields,
+    };
     [&message[..name], &longer(&fields)].concat()
 }
 

@@ -133,6 +133,7 @@ fn arrive(harness: &mut CoreHarness<Decode>, prompt: u32) {
         control: "nobody".into(),
         incarnation: Some(Incarnation(3)),
         moriio: None,
+        prompt_hash: None,
     };
     let request = RequestId::from(format!("d-{prompt}"));
     harness.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 64 }));

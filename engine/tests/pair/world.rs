@@ -3,12 +3,13 @@
 
 mod setup;
 
-pub(crate) use setup::{BLOCK, LAYERS, actor, caps, core_config, layers};
+pub(crate) use setup::{BLOCK, HASH, LAYERS, actor, caps, core_config, layers};
+use setup::{mori_region, moriio};
 
 use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::config::{CoreConfig, CoreSettings};
-use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
+use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput, VerifyCounters};
 use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::{EngineId, Incarnation, StepId};
 use kvferry_engine::core::machine::Gauges;
@@ -17,6 +18,7 @@ use kvferry_engine::core::message::{
 };
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
 use kvferry_engine::core::transfer::{Transfer, TransferEffect, TransferInput, TransferSettings};
+use kvferry_engine::core::verify::Verify;
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::*;
 use std::collections::BTreeMap;
@@ -45,6 +47,7 @@ pub(crate) enum OpResult {
     Silent,
 }
 
+type DigestScript = Box<dyn FnMut(Role, u64) -> Result<u64, FabricError>>;
 type OpScript = Box<dyn FnMut(u64) -> OpResult>;
 type FrameFilter = Box<dyn FnMut(Speaker) -> bool>;
 /// What arrives of a frame that somebody sent.
@@ -56,6 +59,8 @@ pub(crate) struct PairWorld {
     decode: Option<Decode>,
     caps: Caps,
     settings: TransferSettings,
+    /// Regions are described in MoRI's words, which peers that speak MoRIIO need.
+    describes: bool,
     ranks: BTreeMap<(Role, u16), Transfer>,
     queue: BTreeMap<(Nanos, u64), (Speaker, PairInput)>,
     sequence: u64,
@@ -75,6 +80,10 @@ pub(crate) struct PairWorld {
     pub(crate) quiet_us: u64,
     /// Operations that the planes take at a time, whatever their capabilities say.
     pub(crate) credit: usize,
+    /// What a plane makes of the seed of a digest: bytes are the same everywhere.
+    pub(crate) digests: DigestScript,
+    /// Microseconds that a digest takes.
+    pub(crate) digest_us: u64,
     pub(crate) frame_passes: FrameFilter,
     pub(crate) alter: Alter,
     /// All frames that were sent, and when.
@@ -119,11 +128,31 @@ impl PairWorld {
         caps: Caps,
         settings: TransferSettings,
     ) -> PairWorld {
-        #[cfg(feature = "planted")]
-        kvferry_engine::planted::plant_from_environment();
         let core = |role, tp| core_config(role, mode, tp, core);
         let (prefill, decode) = (core(Role::Prefill, prefill_tp), core(Role::Decode, decode_tp));
         PairWorld::of(prefill, decode, caps, settings)
+    }
+
+    /// A prefill and a decode that verify as much of the KV as they are told.
+    pub(crate) fn verifying(
+        mode: Mode,
+        (prefill_tp, decode_tp): (u16, u16),
+        (prefill, decode): (Verify, Verify),
+    ) -> PairWorld {
+        let core = |role, tp, verify| CoreConfig {
+            verify,
+            ..core_config(role, mode, tp, &CoreSettings::default())
+        };
+        let (prefill, decode) =
+            (core(Role::Prefill, prefill_tp, prefill), core(Role::Decode, decode_tp, decode));
+        PairWorld::of(prefill, decode, caps(), TransferSettings::default())
+    }
+
+    /// One rank each, whose prefill deals with peers that speak MoRIIO, too.
+    pub(crate) fn beside_moriio(mode: Mode) -> PairWorld {
+        let core = |role| core_config(role, mode, 1, &CoreSettings::default());
+        let prefill = CoreConfig { moriio: Some(moriio()), ..core(Role::Prefill) };
+        PairWorld::of(prefill, core(Role::Decode), caps(), TransferSettings::default())
     }
 
     /// Two engines of one rank each that are set up differently.
@@ -146,7 +175,9 @@ impl PairWorld {
         caps: Caps,
         settings: TransferSettings,
     ) -> PairWorld {
-        let mode = prefill.mode;
+        #[cfg(feature = "planted")]
+        kvferry_engine::planted::plant_from_environment();
+        let (mode, describes) = (prefill.mode, prefill.moriio.is_some());
         let (prefill_tp, decode_tp) = (prefill.geometry.tp, decode.geometry.tp);
         let mut pair = PairWorld {
             now: Nanos::ZERO,
@@ -154,6 +185,7 @@ impl PairWorld {
             decode: Some(Decode::new(decode)),
             caps,
             settings,
+            describes,
             ranks: BTreeMap::new(),
             queue: BTreeMap::new(),
             sequence: 0,
@@ -165,6 +197,8 @@ impl PairWorld {
             opens: (500, 0),
             quiet_us: 10,
             credit: usize::MAX,
+            digests: Box::new(|_, seed| Ok(seed)),
+            digest_us: 5,
             frame_passes: Box::new(|_| true),
             alter: Box::new(|_, frame| vec![frame]),
             frames: Vec::new(),
@@ -318,6 +352,7 @@ impl PairWorld {
                         PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
                         PrefillEffect::Router(_) | PrefillEffect::Directory(_) => {}
                         PrefillEffect::Violation(violation) => self.violated(violation),
+                        PrefillEffect::SpeaksMoriio { request } => panic!("{request} by MoRIIO"),
                         PrefillEffect::Refused { peer, failure } => {
                             self.turned_away.push((peer, failure));
                         }
@@ -336,6 +371,7 @@ impl PairWorld {
                         DecodeEffect::Router(_) | DecodeEffect::Directory(_) => {}
                         DecodeEffect::Violation(violation) => self.violated(violation),
                         DecodeEffect::Refused { peer, .. } => panic!("{peer} dialled a decode"),
+                        DecodeEffect::SpeaksMoriio { request } => panic!("{request} by MoRIIO"),
                     }
                 }
             }
@@ -409,7 +445,10 @@ impl PairWorld {
     fn data(&mut self, role: Role, rank: u16, command: DataCommand) {
         match command {
             DataCommand::Register { region, .. } => {
-                let result = Ok(RegionDesc([role as u8, rank as u8].into()));
+                let result = Ok(match self.describes {
+                    true => mori_region(),
+                    false => RegionDesc([role as u8, rank as u8].into()),
+                });
                 self.event(10, role, rank, DataEvent::Registered { region, result });
             }
             DataCommand::Open { session, .. } => {
@@ -457,6 +496,11 @@ impl PairWorld {
             }
             DataCommand::Fence { peer } => {
                 self.event(50, role, rank, DataEvent::Fenced { peer });
+            }
+            DataCommand::Digest(DigestBatch { id, parts, .. }) => {
+                let mut digest = |part| (self.digests)(role, parts.seed(part));
+                let result = (0..parts.count()).map(&mut digest).collect();
+                self.event(self.digest_us, role, rank, DataEvent::Digested { id, result });
             }
             DataCommand::Connect { .. } | DataCommand::Disconnect { .. } => {}
         }
@@ -510,6 +554,11 @@ impl PairWorld {
             _ => PairInput::Decode(DecodeInput::Control(event)),
         };
         self.after(5, to, input);
+    }
+
+    /// What became of what the decode verified.
+    pub(crate) fn verified(&self) -> VerifyCounters {
+        self.decode.as_ref().map(Decode::verified).unwrap_or_default()
     }
 
     /// What the prefill holds.

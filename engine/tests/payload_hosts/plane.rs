@@ -36,6 +36,7 @@ impl Cluster {
                 self.hosts[host].peers.insert(peer, address.0[0].into());
             }
             DataCommand::Disconnect { .. } => {}
+            DataCommand::Digest(_) => panic!("nothing of payloads is verified"),
             DataCommand::Open { session, remote, .. } => {
                 let there = (usize::from(remote.0[0]), u32::from(remote.0[1]));
                 self.hosts[host].sessions.insert(session, there);

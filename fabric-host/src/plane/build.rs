@@ -1,8 +1,10 @@
 //! A plane's start and end.
 
 use super::HostPlane;
+use super::digest::HostDigests;
 use super::submit::InlineCopier;
 use crate::config::{HostConfig, PeerTrust};
+use crate::copy::CopyBuffers;
 use crate::descriptor::{HostPlaneAddress, this_node};
 use crate::doorbell::WorkerHandle;
 use crate::link::{HostListeners, LinkTls, listen};
@@ -109,6 +111,7 @@ impl HostPlane {
             links: BTreeMap::new(),
             short: 0,
             inline_copier: InlineCopier::new(hub.copy_pool.clone()),
+            digests: HostDigests::new(CopyBuffers::new(hub.copy_pool.clone())),
             notices: Vec::new(),
             slices: Vec::new(),
             record: Vec::new(),

@@ -7,9 +7,9 @@ use crate::link::{HostDialRequest, HostLinkKind, dial};
 use crate::memory::HostRegion;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, FabricError, FenceScope, Memory, NextPoll,
-    PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId,
-    Submit,
+    Address, Caps, Credits, DataEvent, DataPlane, DigestBatch, FabricError, FenceScope, Memory,
+    NextPoll, PeerId, Placement, PlaneTimeouts, QuiesceTicket, Refused, RegionDesc, RegionId,
+    SessionId, Submit,
 };
 use kvferry_fabric_common::{LedgerRegion, LedgerSession, SessionPhase, invalid, next_poll};
 use std::collections::BTreeMap;
@@ -164,6 +164,20 @@ impl DataPlane for HostPlane {
         self.post(&batch)
     }
 
+    fn digests(&self) -> bool {
+        true
+    }
+
+    fn digest(&mut self, batch: DigestBatch) -> Result<(), Refused> {
+        let Some(region) = self.ledger.regions.get(&batch.region) else {
+            return invalid("no such region");
+        };
+        batch.check(region.len)?;
+        self.digests.push(&region.own, batch);
+        self.digests.work(&mut self.ledger.events);
+        Ok(())
+    }
+
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {
         self.ledger.quiesce(session, ticket);
         self.settle(session);
@@ -195,9 +209,10 @@ impl DataPlane for HostPlane {
             self.hear_strays();
         }
         self.take_worker_events();
+        let has_more = self.digests.rest(&mut self.ledger.events);
         let news = !self.ledger.events.is_empty();
         out.extend(self.ledger.events.drain(..));
-        if self.keep_busy_polling(news) {
+        if self.keep_busy_polling(news) || has_more {
             return NextPoll::Ready;
         }
         let told = self.outcomes.iter().all(|ring| ring.sleep());

@@ -3,6 +3,7 @@
 mod build;
 mod calls;
 mod close;
+mod digest;
 #[cfg(all(test, not(feature = "loom")))]
 mod lost_rings;
 mod submit;
@@ -17,6 +18,7 @@ use crate::memory::HostRegion;
 use crate::ring::{AtomicU64, Consumer};
 use crate::shared::{HostCounters, HostPlaneShared, HostWorkerEvent, NegotiatedPaths};
 use crate::{DataPath, HostConfig};
+use digest::HostDigests;
 use kvferry_engine::fabric::{PeerId, SessionId};
 use kvferry_fabric_common::{ConnectionListener, PlaneLedger, PlaneParts, SessionPhase};
 use std::collections::BTreeMap;
@@ -121,6 +123,7 @@ pub struct HostPlane {
     notices: Vec<HostWorkerEvent>,
     slices: Vec<CopySlice>,
     inline_copier: submit::InlineCopier,
+    digests: HostDigests,
     record: Vec<u64>,
     heard: Vec<HostLinkEvent>,
     /// Polls without news.

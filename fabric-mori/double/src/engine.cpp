@@ -142,7 +142,7 @@ IOEngine::IOEngine(EngineKey key, IOEngineConfig at)
     : config(std::move(at)), inner_(std::make_unique<Inner>()) {
   desc.key = std::move(key);
   desc.hostname = host_name();
-  desc.nodeId = node_id(desc.hostname);
+  desc.nodeId = dbl::node_of(desc.key).value_or(node_id(desc.hostname));
   desc.host = config.host;
   desc.port = config.port;
   desc.pid = static_cast<int>(getpid());

@@ -25,6 +25,7 @@ struct State {
   std::vector<Rule> rules;
   uint64_t posts = 0, pins = 0, remote_pins = 0;
   std::string faults_text, latency_text;
+  std::optional<std::string> nodes;
 };
 
 // Never destroyed: threads of the backends may still run while the process exits.
@@ -208,6 +209,24 @@ bool port_is_down() {
   return port_down.load() || (file != nullptr && access(file->c_str(), F_OK) == 0);
 }
 
+std::optional<std::string> node_of(const std::string& key) {
+  State& s = state();
+  std::lock_guard lock(s.mu);
+  if (!s.nodes) {
+    const char* said = std::getenv("MORI_DOUBLE_NODES");
+    s.nodes = said == nullptr ? "" : said;
+  }
+  for (std::string_view rest = *s.nodes; !rest.empty();) {
+    size_t end = rest.find(';');
+    std::string_view item = rest.substr(0, end);
+    rest = end == std::string_view::npos ? "" : rest.substr(end + 1);
+    size_t at = item.rfind('=');
+    if (at == std::string_view::npos) die("MORI_DOUBLE_NODES: an item has no '='");
+    if (key.starts_with(item.substr(0, at))) return std::string(item.substr(at + 1));
+  }
+  return std::nullopt;
+}
+
 Monitor::Monitor() {
   const char* events = std::getenv("MORI_IO_ENABLE_ASYNC_EVENTS");
   on_ = events == nullptr || std::string_view(events) != "0";
@@ -240,6 +259,12 @@ extern "C" int mori_double_faults(const char* spec) {
   if (why.empty()) return 0;
   std::fprintf(stderr, "mori double: faults: %s\n", why.c_str());
   return -1;
+}
+
+extern "C" void mori_double_nodes(const char* spec) {
+  dbl::State& s = dbl::state();
+  std::lock_guard lock(s.mu);
+  s.nodes = spec == nullptr ? "" : spec;
 }
 
 extern "C" void mori_double_port(int up) {

@@ -54,6 +54,9 @@ std::chrono::microseconds latency();
 // Whether the network card's port is down; nothing that is asked over it is answered then.
 bool port_is_down();
 
+// The node that an engine with this key plays, if it is said.
+std::optional<std::string> node_of(const std::string& key);
+
 // MoRI's thread that logs the card's asynchronous events while there is a backend. Nothing else
 // comes of them.
 class Monitor {

@@ -19,6 +19,7 @@
 //! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
 //! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id |
+//! | `mori_double_nodes(spec)`, `MORI_DOUBLE_NODES` | `prefix=node;prefix=node`: engines whose key begins like this are of that node, whatever `MORI_NODE_ID` says |
 //! | `MORI_DOUBLE_NO_SMI=1` | making an RDMA backend ends the process |
 //! | `MORI_IO_CP_TIMEOUT_MS`, `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, `MORI_IO_ENABLE_ASYNC_EVENTS`, `MORI_DISABLE_AUTO_XGMI`, `MORI_NODE_ID` | as in MoRI, which has more |
 //! | `mori_double_events_out()` | XGMI transfers that were not polled to their end |

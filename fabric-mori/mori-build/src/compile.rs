@@ -10,6 +10,10 @@ use std::{fmt, io};
 /// The name of what is compiled.
 pub const SHIM_FILE: &str = "libkf_mori_shim.so";
 
+/// Lines of the compiler's output that an error has: so many from the first one with an error on, which
+/// the others may follow from, and so many at the end.
+const LINES: usize = 10;
+
 /// Why there is no shim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CompileError {
@@ -33,7 +37,14 @@ impl fmt::Display for CompileError {
                 writeln!(f, "{remedy}")?;
             }
         }
-        write!(f, "{}\n{}", self.command, self.output.trim_end())
+        let lines: Vec<&str> = self.output.trim_end().lines().collect();
+        let end = lines.len().saturating_sub(LINES);
+        let first = lines.iter().position(|line| line.contains("error")).unwrap_or(end).min(end);
+        write!(f, "{}", self.command)?;
+        for line in lines[first..end].iter().take(LINES).chain(&lines[end..]) {
+            write!(f, "\n{line}")?;
+        }
+        Ok(())
     }
 }
 
@@ -134,7 +145,10 @@ fn run(mut command: Command) -> Result<(), CompileError> {
         Ok(output) => {
             String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
         }
-        Err(why) => why.to_string(),
+        Err(why) => format!(
+            "{}: cannot be started: {why}; install a C++ compiler, or name one by CXX",
+            command.get_program().to_string_lossy()
+        ),
     };
     Err(CompileError { command: line, output })
 }

@@ -66,12 +66,6 @@ impl MoriInstallation {
         found.ok_or(MoriSearchError::Nowhere { tried })
     }
 
-    /// The files that a build script has to be run again for.
-    pub fn watched(&self) -> [PathBuf; 2] {
-        let header = self.includes.first().map(|dir| dir.join(HEADER)).unwrap_or_default();
-        [self.library.clone(), header]
-    }
-
     /// Headers with the first library of several folders; what is not there goes to `tried`.
     pub(crate) fn pair(
         rule: MoriSearchRule,

@@ -1,4 +1,4 @@
-//! Finds an installed MoRI and compiles kvferry's C shim for exactly that one, for build scripts.
+//! Finds an installed MoRI and compiles kvferry's C shim for exactly that one.
 //!
 //! MoRI has no C interface and no version: its classes are laid out by the headers, and differ
 //! between versions whose libraries export the same names. So headers and library have to be found
@@ -17,9 +17,10 @@ pub use compile::{CompileError, SHIM_FILE, arguments, compile};
 pub use installation::{MoriInstallation, MoriSearchRule};
 pub use search::search;
 pub use search_error::MoriSearchError;
+pub use sources::sources_digest;
 
-/// The environment variables that the search and the compilation read: a build script has to be run
-/// again when one changes.
+/// The environment variables that the search and the compilation read: a build script that does
+/// either has to be run again when one changes.
 pub const WATCHED: [&str; 7] = [
     "MORI_INCLUDE_DIR",
     "MORI_LIB_DIR",

@@ -1,7 +1,10 @@
 //! The shim's sources, which are in mori-sys.
 
+use crate::installation::MoriInstallation;
+use sha2::{Digest, Sha256};
 use std::fs;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 macro_rules! sources {
@@ -45,6 +48,25 @@ pub(crate) fn write(folder: &Path) -> io::Result<PathBuf> {
         fs::write(path, text)?;
     }
     Ok(folder.join(ALL))
+}
+
+/// Digits that differ wherever the sources do, or what they are compiled for: headers and libraries
+/// in other places, whatever is in them.
+pub fn sources_digest(mori: &MoriInstallation) -> String {
+    let mut digest = Sha256::new();
+    // Lengths keep apart what would run together.
+    let mut add = |bytes: &[u8]| {
+        digest.update((bytes.len() as u64).to_le_bytes());
+        digest.update(bytes);
+    };
+    for (name, text) in SOURCES {
+        add(name.as_bytes());
+        add(text.as_bytes());
+    }
+    for path in [&mori.library].into_iter().chain(&mori.includes).chain(&mori.library_dirs) {
+        add(path.as_os_str().as_bytes());
+    }
+    digest.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]

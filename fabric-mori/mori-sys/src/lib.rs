@@ -1,13 +1,14 @@
 //! The C side of MoRI-IO, ROCm's library of RDMA and xGMI transfers: a shim over its C++ classes,
 //! loaded at run time. What is above this is free of unsafe code: see `fabric-mori`.
 //!
-//! This crate builds everywhere. If there is a MoRI (see `mori-build` for where it is looked for),
-//! the shim is compiled for it; with the feature `mori` it is an error if that is not possible. The
-//! binary links to neither: [`Shim::load`] says what is missing where one is wanted.
+//! This crate builds everywhere, and links to neither. [`Shim::load`] takes a shim that is there, or
+//! compiles one for the MoRI that is installed (see `mori-build` for where that is looked for), and
+//! says what is missing if it cannot.
 
 mod abi;
 mod load;
 mod search_path;
+mod shim_cache;
 mod timeouts;
 
 pub use abi::{
@@ -15,5 +16,6 @@ pub use abi::{
     Session, Text,
 };
 pub use load::{Shim, ShimInfo};
-pub use search_path::{ShimLoadFailure, ShimSearchPath, ShimUnavailable};
+pub use search_path::{ShimLoadFailure, ShimOrigin, ShimSearchPath, ShimUnavailable};
+pub use shim_cache::{CompiledShim, ShimCache};
 pub use timeouts::{set_timeouts, timeouts_set};

@@ -1,7 +1,8 @@
 //! Loading the shim.
 
 use crate::abi::{Functions, Info, Kind, MORI_ABI, Text};
-use crate::search_path::{ShimLoadFailure, ShimSearchPath, ShimUnavailable};
+use crate::search_path::{ShimLoadFailure, ShimOrigin, ShimSearchPath, ShimUnavailable};
+use crate::shim_cache::{self, CompiledShim};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CStr, c_char};
 use std::mem::ManuallyDrop;
@@ -18,6 +19,8 @@ pub struct Shim {
     /// What it was compiled for.
     pub info: ShimInfo,
     pub path: PathBuf,
+    /// What led to it.
+    pub origin: ShimOrigin,
 }
 
 /// What a shim was compiled for.
@@ -34,22 +37,43 @@ pub struct ShimInfo {
 }
 
 impl Shim {
-    /// Loads the first shim that is usable.
+    /// Loads the first shim that is usable. If there is none, the one for the MoRI that is installed
+    /// is taken from the user's cache, or compiled into it.
     pub fn load(places: &ShimSearchPath) -> Result<Arc<Shim>, ShimUnavailable> {
         let mut tried = Vec::new();
-        for path in places.files() {
-            match open(&path) {
+        for (origin, path) in places.files() {
+            match open(&path, origin) {
                 Ok(shim) => return Ok(Arc::new(shim)),
                 Err(why) => tried.push(ShimLoadFailure { path, why }),
             }
         }
-        let not_built = (places.asked.is_none() && places.built.is_none())
-            .then(|| ShimSearchPath::compiled_note().to_owned());
-        Err(ShimUnavailable { tried, not_built })
+        let mut not_compiled = None;
+        if places.falls_through() {
+            match shim_cache::of_process(false) {
+                Ok(found) => {
+                    let origin = found.took.map_or(ShimOrigin::Kept, ShimOrigin::Compiled);
+                    match open(&found.path, origin) {
+                        Ok(shim) => return Ok(Arc::new(shim)),
+                        Err(why) => tried.push(ShimLoadFailure { path: found.path, why }),
+                    }
+                }
+                Err(why) => not_compiled = Some(why),
+            }
+        }
+        Err(ShimUnavailable { tried, not_compiled })
+    }
+
+    /// Compiles the shim for the MoRI that is installed into the user's cache, whether or not there
+    /// is one, and does not load it.
+    ///
+    /// # Errors
+    /// There is no MoRI, what the compiler said, or a folder that cannot be written to.
+    pub fn compile() -> Result<CompiledShim, String> {
+        shim_cache::of_process(true)
     }
 }
 
-fn open(path: &Path) -> Result<Shim, String> {
+fn open(path: &Path, origin: ShimOrigin) -> Result<Shim, String> {
     // What dlopen says of a missing file names neither it nor what it is for.
     if !path.is_file() {
         return Err("not there".into());
@@ -63,7 +87,7 @@ fn open(path: &Path) -> Result<Shim, String> {
     // SAFETY: The library is never unloaded, and it has said that this is its interface.
     let functions = unsafe { Functions::of(&library) }.map_err(said)?;
     check(&functions)?;
-    Ok(Shim { functions, info, path })
+    Ok(Shim { functions, info, path, origin })
 }
 
 /// What the loader said, which the error itself does not tell.

@@ -1,10 +1,15 @@
 //! Shims that are not there, are none, or are for another MoRI.
 
 use kvferry_mori_build::MoriInstallation;
-use mori_sys::{Functions, Kind, MORI_ABI, Shim, ShimSearchPath, ShimUnavailable, Text};
-use std::fs;
+use mori_sys::{
+    CompiledShim, Functions, Kind, MORI_ABI, Shim, ShimCache, ShimOrigin, ShimSearchPath,
+    ShimUnavailable, Text,
+};
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::thread;
 
 const FILE: &str = "libkf_mori_shim.so";
 
@@ -24,37 +29,23 @@ fn refusal(path: &Path) -> ShimUnavailable {
 
 #[test]
 fn nothing_lists_the_places() {
-    let dir = folder("nothing");
-    let (beside, built) = (Some(dir.join("bin")), Some(dir.join("built.so")));
-    let places = ShimSearchPath { asked: None, beside: beside.clone(), built };
+    let beside = folder("nothing").join("bin");
+    let places = ShimSearchPath { beside: Some(beside.clone()), ..ShimSearchPath::default() };
     let none = Shim::load(&places).expect_err("nothing");
     let said = none.to_string();
-    for path in [dir.join("bin").join(FILE), dir.join("built.so")] {
-        assert!(said.contains(&format!("{}: not there", path.display())), "{said}");
-    }
+    assert!(said.contains(&format!("{}: not there", beside.join(FILE).display())), "{said}");
     assert!(said.starts_with("no usable shim for MoRI") && said.contains("KVFERRY_MORI_SHIM"));
-    assert_eq!(none.not_built, None);
-
-    let unbuilt =
-        Shim::load(&ShimSearchPath { asked: None, beside, built: None }).expect_err("nothing");
-    assert!(
-        unbuilt
-            .to_string()
-            .contains(ShimSearchPath::compiled_note().lines().next().expect("a line"))
-    );
+    assert_eq!(none.not_compiled, None);
 }
 
 #[test]
 fn what_is_asked_for_is_the_only_one() {
     let dir = folder("asked");
-    let places = ShimSearchPath {
-        asked: Some(dir.join("a.so")),
-        beside: Some(dir.clone()),
-        built: Some(dir),
-    };
+    let places =
+        ShimSearchPath { asked: Some(dir.join("a.so")), beside: Some(dir), compiles: true };
     let none = Shim::load(&places).expect_err("nothing");
     assert_eq!(none.tried.len(), 1);
-    assert_eq!(none.not_built, None);
+    assert_eq!(none.not_compiled, None);
 }
 
 #[test]
@@ -126,12 +117,21 @@ const REAL: [&str; 5] =
 
 /// Each in a process of its own: a process has one library of a name.
 fn in_own_process(test: &str, run: impl FnOnce()) {
+    in_environment(test, Vec::new, run);
+}
+
+/// The same, with variables.
+fn in_environment(
+    test: &str,
+    set: impl FnOnce() -> Vec<(&'static str, PathBuf)>,
+    run: impl FnOnce(),
+) {
     if std::env::var_os("KF_OWN_PROCESS").is_some() {
         return run();
     }
     let mut child = Command::new(std::env::current_exe().expect("a path"));
-    let output =
-        child.args([test, "--exact"]).env("KF_OWN_PROCESS", "1").output().expect("it runs");
+    child.args([test, "--exact"]).env("KF_OWN_PROCESS", "1").envs(set());
+    let output = child.output().expect("it runs");
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
 }
@@ -199,4 +199,158 @@ fn other_interfaces_and_layouts_are_refused() {
         let why = refusal(&pair(&folder("layout"), "0x02", (MORI_ABI, 14))).tried.remove(0).why;
         assert_eq!(why, "its MoRI packs 14 fields, and not [9, 15]");
     });
+}
+
+/// A MoRI to compile for: the stand-in.
+fn double() -> MoriInstallation {
+    let newest = mori_double::INSTALLS[1];
+    MoriInstallation::explicit(newest.include, newest.lib).expect("the stand-in")
+}
+
+fn cache(folder: &Path) -> ShimCache {
+    ShimCache::of(&|name| (name == "KVFERRY_CACHE").then(|| folder.into())).expect("a folder")
+}
+
+/// A compiler that does what the script says, with where the library is to be in `$out`.
+fn compiler(dir: &Path, script: &str) -> PathBuf {
+    let path = dir.join("compiler");
+    let out = "while [ \"$1\" != -o ]; do shift; done; out=$2";
+    fs::write(&path, format!("#!/bin/sh\n{out}\n{script}\n")).expect("a script");
+    fs::set_permissions(&path, Permissions::from_mode(0o755)).expect("a mode");
+    path
+}
+
+#[test]
+fn the_shim_is_compiled_when_it_is_first_used_and_kept() {
+    let test = "the_shim_is_compiled_when_it_is_first_used_and_kept";
+    let installed = mori_double::INSTALLS[1];
+    let set = || {
+        vec![
+            ("KVFERRY_CACHE", folder("first-use")),
+            ("MORI_INCLUDE_DIR", installed.include.into()),
+            ("MORI_LIB_DIR", installed.lib.into()),
+            ("KVFERRY_MORI_SHIM", PathBuf::new()),
+        ]
+    };
+    in_environment(test, set, || {
+        let load = || Shim::load(&ShimSearchPath::of_process()).expect("the compiler is there");
+        let first = load();
+        assert!(matches!(first.origin, ShimOrigin::Compiled(_)), "{:?}", first.origin);
+        assert_eq!(first.info.layout, installed.class);
+        let of_cache = Path::new(&std::env::var_os("KVFERRY_CACHE").expect("set")).join("shim");
+        assert!(first.path.starts_with(of_cache), "{}", first.path.display());
+        let again = load();
+        assert_eq!((again.origin, &again.path), (ShimOrigin::Kept, &first.path));
+    });
+}
+
+#[test]
+fn those_that_start_at_once_compile_one_shim() {
+    let test = "those_that_start_at_once_compile_one_shim";
+    let dir = || Path::new(env!("CARGO_TARGET_TMPDIR")).join("at-once");
+    let script =
+        "echo run >> \"$(dirname \"$0\")/runs\"; printf half > \"$out\"; printf whole >> \"$out\"";
+    let set = || vec![("CXX", compiler(&folder("at-once"), script))];
+    in_environment(test, set, || {
+        let (cache, mori) = (cache(&dir()), double());
+        let made: Vec<CompiledShim> = thread::scope(|scope| {
+            let ask = || cache.shim(&mori).expect("a shim");
+            let asked: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+            asked.into_iter().map(|asked| asked.join().expect("no panic")).collect()
+        });
+        assert_eq!(made.iter().filter(|made| made.took.is_some()).count(), 1, "{made:?}");
+        assert!(made.iter().all(|one| one.path == made[0].path), "{made:?}");
+        assert_eq!(fs::read_to_string(&made[0].path).expect("it is there"), "halfwhole");
+        // One that was ended meanwhile has left something; a shim that is there is compiled on demand.
+        let work = made[0].path.with_file_name("work");
+        assert!(!work.exists());
+        fs::create_dir_all(work.join("kf_mori_shim")).expect("a folder");
+        assert!(cache.compile(&mori).expect("a shim").took.is_some() && !work.exists());
+        let runs = fs::read_to_string(dir().join("runs")).expect("it ran");
+        assert_eq!(runs.lines().count(), 2);
+        // Another MoRI has another one.
+        let other = mori_double::INSTALLS[0];
+        let other = MoriInstallation::explicit(other.include, other.lib).expect("the stand-in");
+        assert_ne!(cache.shim(&other).expect("a shim").path, made[0].path);
+    });
+}
+
+#[test]
+fn a_compiler_that_fails_is_one_error_and_leaves_no_shim() {
+    let test = "a_compiler_that_fails_is_one_error_and_leaves_no_shim";
+    let script = "printf half > \"$out\"; seq -f 'line %g.' 1 29 >&2; echo an error >&2
+        seq -f 'line %g.' 31 100 >&2; exit 1";
+    let set = || vec![("CXX", compiler(&folder("fails"), script))];
+    in_environment(test, set, || {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("fails");
+        let why = cache(&dir).shim(&double()).expect_err("it fails");
+        assert!(why.contains("does not compile") && why.contains("fails/compiler -std"), "{why}");
+        // The first error, which says most, and the end.
+        assert!(why.contains("\nan error\nline 31.\n") && why.ends_with("line 100."), "{why}");
+        assert!(["line 29.", "line 40.", "line 90."].iter().all(|out| !why.contains(out)), "{why}");
+        let key = fs::read_dir(dir.join("shim")).expect("a folder").next().expect("one");
+        let left = fs::read_dir(key.expect("an entry").path()).expect("a folder");
+        let left: Vec<_> = left.map(|entry| entry.expect("an entry").file_name()).collect();
+        assert_eq!(left, ["lock"]);
+    });
+}
+
+#[test]
+fn without_a_compiler_the_remedy_is_said() {
+    let set = || vec![("CXX", "/nonexistent/c++".into())];
+    in_environment("without_a_compiler_the_remedy_is_said", set, || {
+        let why = cache(&folder("no-compiler")).shim(&double()).expect_err("there is none");
+        assert!(why.contains("/nonexistent/c++: cannot be started: "), "{why}");
+        assert!(why.ends_with("install a C++ compiler, or name one by CXX"), "{why}");
+    });
+}
+
+#[test]
+fn a_shim_that_others_can_change_is_refused() {
+    let test = "a_shim_that_others_can_change_is_refused";
+    let set = || vec![("CXX", compiler(&folder("trust"), "printf whole > \"$out\""))];
+    in_environment(test, set, || {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("trust").canonicalize();
+        let dir = dir.expect("its path");
+        let (cache, mori) = (cache(&dir), double());
+        let shim = cache.shim(&mori).expect("a shim").path;
+        let key = shim.parent().expect("a folder");
+        let of_all = key.parent().expect("a folder");
+        let mode = |path: &Path, mode| {
+            fs::set_permissions(path, Permissions::from_mode(mode)).expect("it is ours");
+        };
+        for (path, bad) in
+            [(&*shim, 0o775), (&shim, 0o757), (key, 0o775), (of_all, 0o1777), (&dir, 0o777)]
+        {
+            mode(path, bad);
+            // One that is compiled anew is put in the place of a bad one.
+            let anew = (path != shim).then(|| cache.compile(&mori));
+            for asked in [Some(cache.shim(&mori)), anew].into_iter().flatten() {
+                let why = asked.expect_err("others can write");
+                let says = format!("{} belongs to user ", path.display());
+                assert!(why.contains(&says) && why.contains(&format!("mode {bad:04o}")), "{why}");
+                assert!(
+                    why.contains("KVFERRY_CACHE") && why.contains("KVFERRY_MORI_SHIM"),
+                    "{why}"
+                );
+            }
+            mode(path, 0o755);
+        }
+        // A folder above may be as /tmp is, or its group's.
+        for good in [0o1777, 0o775] {
+            mode(&dir, good);
+            assert_eq!(cache.shim(&mori).expect("a shim").took, None);
+        }
+        fs::rename(&shim, dir.join("elsewhere.so")).expect("it moves");
+        std::os::unix::fs::symlink(dir.join("elsewhere.so"), &shim).expect("a link");
+        assert!(cache.shim(&mori).expect_err("a link").contains("with mode"));
+    });
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_is_named_with_what_to_do() {
+    let why = cache(Path::new("/dev/null")).shim(&double()).expect_err("no folder");
+    assert!(why.starts_with("/dev/null/shim/build-id-"), "{why}");
+    let says = ["cannot", "KVFERRY_CACHE", "KVFERRY_MORI_SHIM"];
+    assert!(says.iter().all(|says| why.contains(says)), "{why}");
 }

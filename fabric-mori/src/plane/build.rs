@@ -2,7 +2,6 @@
 
 use super::MoriPlane;
 use super::recovery::MoriRecovery;
-use crate::MoriConfig;
 use crate::access_control::MoriAccessControl;
 use crate::completion_poller::MoriCompletionPoller;
 use crate::counters::MoriAtomicCounters;
@@ -13,11 +12,13 @@ use crate::mori::Shim;
 use crate::preflight;
 use crate::process::install_last_error;
 use crate::session_opener::MoriSessionOpener;
+use crate::{MoriBackend, MoriConfig};
 use kvferry_engine::fabric::Address;
 use kvferry_fabric_common::{PlaneLedger, draw_incarnation, spawn};
 use kvferry_trust::{FleetProof, NetworkTrust};
 use mori_sys::ShimSearchPath;
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fmt;
 use std::net::Ipv4Addr;
 use std::sync::{Arc, Mutex, mpsc};
@@ -56,6 +57,19 @@ impl fmt::Display for MoriError {
 
 impl std::error::Error for MoriError {}
 
+/// Has MoRI add xGMI to an engine for RDMA, and prefer it, where it says 0.
+const AUTO_XGMI: &str = "MORI_DISABLE_AUTO_XGMI";
+
+fn check_auto_xgmi(value: Option<&OsStr>) -> Result<(), String> {
+    match value.is_some_and(|value| value == "0") {
+        true => Err(format!(
+            "{AUTO_XGMI}=0: MoRI would choose xGMI by itself where RDMA was chosen, and a fence would \
+             not end it; unset it"
+        )),
+        false => Ok(()),
+    }
+}
+
 impl MoriPlane {
     /// Loads MoRI, starts its engine and the threads.
     ///
@@ -74,6 +88,9 @@ impl MoriPlane {
     /// A setting that cannot be, what the machine lacks, or what MoRI says.
     pub fn with_shim(shim: Arc<Shim>, config: MoriConfig) -> Result<MoriPlane, MoriError> {
         config.check().map_err(MoriError::Config)?;
+        if config.backend == MoriBackend::Rdma {
+            check_auto_xgmi(std::env::var_os(AUTO_XGMI).as_deref()).map_err(MoriError::Config)?;
+        }
         let host: Ipv4Addr =
             config.host.parse().map_err(|why| MoriError::Config(format!("host: {why}")))?;
         let secret_file = config.secret_file.as_deref();
@@ -117,6 +134,8 @@ impl MoriPlane {
             lines: 0,
             recovery: MoriRecovery::Idle,
             resetting: false,
+            renewing: false,
+            awaits: false,
             check_at: None,
             fences: BTreeSet::new(),
             deferred_grants: Vec::new(),
@@ -153,5 +172,20 @@ impl Drop for MoriPlane {
                 line.hang_up();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mori_is_not_to_choose_by_itself() {
+        assert_eq!(
+            [None, Some("1"), Some("")].map(|it| check_auto_xgmi(it.map(OsStr::new))),
+            [(); 3].map(Ok)
+        );
+        let why = check_auto_xgmi(Some(OsStr::new("0"))).expect_err("it would");
+        assert!(why.starts_with("MORI_DISABLE_AUTO_XGMI=0: "), "{why}");
     }
 }

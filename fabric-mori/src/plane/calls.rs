@@ -61,6 +61,18 @@ impl MoriPlane {
         line.ask(id, claim.name);
     }
 
+    /// Whether memory can be registered, as far as is known ahead.
+    ///
+    /// # Errors
+    /// As [`DataPlane::register`].
+    pub(crate) fn check_register(&self, region: RegionId, memory: Memory) -> Result<(), Refused> {
+        let base = match memory {
+            Memory::Own(range) | Memory::Device { range, .. } => range.base(),
+            other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
+        };
+        self.ledger.check_register(region, memory, base)
+    }
+
     /// Why MoRI would end the process, now or later that of a peer, over this memory.
     fn cannot_pin(&self, memory: Memory) -> Option<Arc<str>> {
         let pins = self.common.config.backend == MoriBackend::Rdma
@@ -115,11 +127,7 @@ impl DataPlane for MoriPlane {
     }
 
     fn register(&mut self, region: RegionId, memory: Memory) -> Result<(), Refused> {
-        let base = match memory {
-            Memory::Own(range) | Memory::Device { range, .. } => range.base(),
-            other => return Err(Refused::Unsupported(format!("memory {other:?}").into())),
-        };
-        self.ledger.check_register(region, memory, base)?;
+        self.check_register(region, memory)?;
         let lacking = self.cannot_pin(memory);
         self.ledger.regions.insert(region, LedgerRegion::new(memory.len(), ()));
         match lacking {

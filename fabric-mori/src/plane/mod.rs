@@ -14,7 +14,7 @@ use crate::engine_thread::{MoriEngineCommand, MoriPlaneShared};
 use crate::event_queue::MoriWorkerEvent;
 use crate::link::{MoriGrantResult, MoriOutboundLink};
 use crate::{DeviceEvents, MoriBackend, MoriConfig};
-use kvferry_engine::fabric::{PeerId, SessionId};
+use kvferry_engine::fabric::{OpId, PeerId, RegionId, SessionId};
 use kvferry_fabric_common::{ConnectionListener, LedgerSession, PlaneLedger, PlaneParts};
 use recovery::MoriRecovery;
 use std::collections::BTreeSet;
@@ -100,6 +100,10 @@ pub struct MoriPlane {
     recovery: MoriRecovery,
     /// Peers know descriptors that are void: a reset is due.
     resetting: bool,
+    /// The owner of the plane wants a reset.
+    renewing: bool,
+    /// It was said who has to leave before that.
+    awaits: bool,
     /// No deadline passes before.
     check_at: Option<Instant>,
     /// Peers to be fenced by the next rebuild.
@@ -155,6 +159,34 @@ impl MoriPlane {
     /// What tells when kernels are done, for memory of a GPU: nothing here waits for them.
     pub fn device_events(&self) -> DeviceEvents {
         DeviceEvents::of(&self.common.shim)
+    }
+
+    /// What was submitted and is not over.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.ledger.operations.len()
+    }
+
+    pub(crate) fn has_operation(&self, op: OpId) -> bool {
+        self.ledger.operations.contains_key(&op)
+    }
+
+    pub(crate) fn has_region(&self, region: RegionId) -> bool {
+        self.ledger.regions.contains_key(&region)
+    }
+
+    pub(crate) fn has_peer(&self, peer: PeerId) -> bool {
+        self.ledger.peers.contains_key(&peer)
+    }
+
+    /// True until it is closed and quiet.
+    pub(crate) fn has_session(&self, session: SessionId) -> bool {
+        self.ledger.sessions.contains_key(&session)
+    }
+
+    /// The peer of a session, by the name that it gives itself.
+    pub(crate) fn peer_of(&self, session: SessionId) -> Option<Arc<str>> {
+        let session = self.ledger.sessions.get(&session)?;
+        Some(self.ledger.peers.get(&session.peer)?.location.name())
     }
 
     fn tell(&self, order: MoriEngineCommand) {

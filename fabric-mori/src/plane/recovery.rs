@@ -8,6 +8,7 @@ use crate::engine_thread::MoriEngineCommand;
 use kvferry_engine::fabric::{DataEvent, FabricError, OpId, PeerId, SessionId};
 use kvferry_fabric_common::{LedgerSession, draw_incarnation};
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Pause before MoRI is started again after it could not be; doubles,
@@ -62,6 +63,46 @@ impl MoriPlane {
         }
     }
 
+    /// Has all that the owner knows voided, as after a failure: a reset follows, once nothing of it
+    /// is under way. Over xGMI that is when all peers have left, however long that takes.
+    pub(crate) fn renew(&mut self) {
+        if self.ledger.events.iter().any(|event| matches!(event, DataEvent::Reset { .. })) {
+            return;
+        }
+        self.renewing = true;
+        if self.common.config.backend == MoriBackend::Xgmi {
+            self.common.access_control.expel();
+        }
+        self.start_recovery();
+        self.advance();
+    }
+
+    /// Who has to leave before the backend is replaced.
+    fn awaited(&self) -> Vec<Arc<str>> {
+        match (self.renewing, self.common.config.backend) {
+            (true, MoriBackend::Xgmi) => self.common.access_control.insiders(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Has peers leave that were asked before. One whose copies did not end within the time of an
+    /// operation has forgotten that it was.
+    fn ask_again(&mut self, awaited: &[Arc<str>]) {
+        if !std::mem::replace(&mut self.awaits, true) {
+            tracing::warn!(
+                key = %self.common.config.key,
+                peers = ?awaited,
+                "all peers have to connect anew, once these have left memory that xGMI has mapped \
+                 for them"
+            );
+        }
+        self.common.access_control.expel();
+        let until =
+            Instant::now() + 2 * Duration::from_millis(self.common.config.operation_ms.into());
+        self.recovery = MoriRecovery::Draining(until);
+        self.check_by(until);
+    }
+
     /// Whether operations of sessions that go on have not ended; of those that are being opened
     /// anew only if `waiting`: MoRI does not have them yet.
     fn is_anything_live(&self, waiting: bool) -> bool {
@@ -77,7 +118,12 @@ impl MoriPlane {
         let now = Instant::now();
         match self.recovery {
             MoriRecovery::Draining(until) if !self.is_anything_live(false) || until <= now => {
-                self.replace();
+                let awaited = self.awaited();
+                if awaited.is_empty() {
+                    self.replace();
+                } else if until <= now {
+                    self.ask_again(&awaited);
+                }
             }
             MoriRecovery::Retrying(until) => {
                 if until <= now {
@@ -110,7 +156,8 @@ impl MoriPlane {
     }
 
     fn replace(&mut self) {
-        self.resetting |= self.broken.is_some()
+        self.resetting |= self.renewing
+            || self.broken.is_some()
             || self.fences_by_rebuild()
             || self.common.access_control.is_anyone_inside();
         let incarnation = match self.resetting.then(draw_incarnation).transpose() {
@@ -161,7 +208,7 @@ impl MoriPlane {
             let until = Instant::now() + self.drain_time();
             self.recovery = MoriRecovery::Retrying(until);
             self.check_by(until);
-        } else if self.fences_by_rebuild() || self.is_anything_tainted() {
+        } else if self.renewing || self.fences_by_rebuild() || self.is_anything_tainted() {
             self.start_recovery();
         }
         self.advance();
@@ -283,6 +330,7 @@ impl MoriPlane {
         let fences = std::mem::take(&mut self.fences);
         self.fenced(fences);
         (self.recovery, self.resetting) = (MoriRecovery::Idle, false);
+        (self.renewing, self.awaits) = (false, false);
         if self.broken.take().is_some() {
             self.common.counts.without.set(0);
             tracing::warn!(key = %self.common.config.key, "MoRI is started again");
@@ -294,7 +342,7 @@ impl MoriPlane {
 
     /// There is no backend, and none can be had at present. If it is gone it is quiet.
     pub(super) fn broken(&mut self, why: &str, quiet: bool) {
-        let why: std::sync::Arc<str> = format!("MoRI could not be started again: {why}").into();
+        let why: Arc<str> = format!("MoRI could not be started again: {why}").into();
         if self.broken.is_none() {
             self.common.counts.without.set(1);
             tracing::error!(key = %self.common.config.key, %why, "no backend; it is tried again");

@@ -5,9 +5,9 @@ pub(crate) mod world;
 
 use kvferry_engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, SecondPlane};
 use kvferry_engine::fabric::{
-    Caps, Credits, DataPlane, FenceScope, Memory, OwnMemory, Placement, PlaneTimeouts,
+    Address, Caps, Credits, DataPlane, FenceScope, Memory, OwnMemory, Placement, PlaneTimeouts,
 };
-use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane, Shim};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane, Shim};
 use mori_sys::ShimSearchPath;
 use serde::{Deserialize, Serialize};
 use std::process::Command;
@@ -70,15 +70,39 @@ pub(crate) fn config(backend: MoriBackend) -> MoriConfig {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct MoriTestSetup {
     pub(crate) config: MoriConfig,
+    /// A plane over both backends, whatever the settings say.
+    pub(crate) mixed: bool,
     pub(crate) memory: u64,
     /// What goes wrong in a process of its own.
     pub(crate) faults: Option<String>,
 }
 
+impl MoriTestSetup {
+    /// A plane with these settings, and nothing that goes wrong.
+    pub(crate) fn of(config: MoriConfig) -> MoriTestSetup {
+        MoriTestSetup { config, mixed: false, memory: MEMORY, faults: None }
+    }
+
+    /// A plane over both backends, with `backend` between it and its peer. By its key it plays a
+    /// node: `here` and `near` are of one, `far` is of another.
+    pub(crate) fn mixed(key: &str, backend: MoriBackend) -> MoriTestSetup {
+        let config = MoriConfig { key: key.into(), ..config(backend) };
+        MoriTestSetup { mixed: true, ..MoriTestSetup::of(config) }
+    }
+}
+
+/// What is tested.
+pub(crate) enum MoriTested {
+    One(Box<MoriPlane>),
+    Mixed(Box<MoriMixedPlane>),
+}
+
 /// A plane and its memory, which is a GPU's for xGMI: to the stand-in that is a word.
 pub(crate) struct MoriTestPlane {
-    pub(crate) plane: MoriPlane,
+    pub(crate) plane: MoriTested,
     bytes: Vec<u8>,
+    /// It is the card of this process that its peer is reached by.
+    by_card: bool,
 }
 
 impl MoriTestPlane {
@@ -86,24 +110,47 @@ impl MoriTestPlane {
         if let Some(spec) = &setup.faults {
             world::faults(spec);
         }
-        let plane =
-            MoriPlane::with_shim(shim(), setup.config.clone()).expect("a plane at loopback");
-        MoriTestPlane { plane, bytes: vec![0; setup.memory as usize] }
+        let config = setup.config.clone();
+        let by_card = config.backend == MoriBackend::Rdma && !is_installed();
+        let plane = match setup.mixed {
+            true => {
+                world::nodes();
+                let plane = MoriMixedPlane::with_shim(shim(), config);
+                MoriTested::Mixed(Box::new(plane.expect("a plane")))
+            }
+            false => {
+                let plane = MoriPlane::with_shim(shim(), config);
+                MoriTested::One(Box::new(plane.expect("a plane")))
+            }
+        };
+        MoriTestPlane { plane, bytes: vec![0; setup.memory as usize], by_card }
+    }
+
+    pub(crate) fn address(&self) -> Address {
+        match &self.plane {
+            MoriTested::One(plane) => plane.address(),
+            MoriTested::Mixed(plane) => plane.address(),
+        }
     }
 }
 
 impl PlaneUnderTest for MoriTestPlane {
     fn plane(&mut self) -> &mut dyn DataPlane {
-        &mut self.plane
+        match &mut self.plane {
+            MoriTested::One(plane) => &mut **plane,
+            MoriTested::Mixed(plane) => &mut **plane,
+        }
     }
 
     fn memory(&mut self) -> Memory {
         let (base, len) = (self.bytes.as_mut_ptr() as u64, self.bytes.len() as u64);
         // SAFETY: The plane is dropped first, and a test looks at the bytes when nothing lands.
         let range = unsafe { OwnMemory::new(base, len) };
-        match self.plane.config().backend {
-            MoriBackend::Rdma => Memory::Own(range),
-            MoriBackend::Xgmi => Memory::Device { range, device: 0 },
+        match &self.plane {
+            MoriTested::One(plane) if plane.config().backend == MoriBackend::Rdma => {
+                Memory::Own(range)
+            }
+            _ => Memory::Device { range, device: 0 },
         }
     }
 
@@ -114,11 +161,10 @@ impl PlaneUnderTest for MoriTestPlane {
     }
 
     fn backend(&mut self, there: bool) -> bool {
-        let has_port = self.plane.config().backend == MoriBackend::Rdma && !is_installed();
-        if has_port {
+        if self.by_card {
             world::port(there);
         }
-        has_port
+        self.by_card
     }
 
     fn poke(&mut self, offset: u64, bytes: &[u8]) {
@@ -142,21 +188,45 @@ pub(crate) fn start(setup: &MoriTestSetup) -> RemotePlane {
         per_peer: Credits::UNLIMITED,
         in_all: Credits::of_operations(setup.config.operations_max),
         placement: Placement::OnCompletion,
-        fence: match setup.config.backend {
-            MoriBackend::Rdma => FenceScope::Backend,
-            MoriBackend::Xgmi => FenceScope::Peer,
-        },
+        fence: fence(setup.config.backend),
         patience: PlaneTimeouts::default(),
     };
     RemotePlane::start(setup, caps)
 }
 
 fn setup(backend: MoriBackend) -> MoriTestSetup {
-    MoriTestSetup { config: config(backend), memory: MEMORY, faults: None }
+    MoriTestSetup::of(config(backend))
 }
 
 fn local(backend: MoriBackend) -> Box<MoriTestPlane> {
     Box::new(MoriTestPlane::new(&setup(backend)))
+}
+
+/// Two planes over both backends, of one node or of two.
+fn mixed(backend: MoriBackend) -> [MoriTestSetup; 2] {
+    let second = if backend == MoriBackend::Xgmi { "near" } else { "far" };
+    ["here", second].map(|key| MoriTestSetup::mixed(key, backend))
+}
+
+/// What a fence revokes between planes with this backend between them.
+fn fence(backend: MoriBackend) -> FenceScope {
+    match backend {
+        MoriBackend::Rdma => FenceScope::Backend,
+        MoriBackend::Xgmi => FenceScope::Peer,
+    }
+}
+
+/// Both in this process, with both backends and this one between them.
+pub(crate) fn mixed_here(backend: MoriBackend) -> DataPlanePair {
+    let [first, second] = mixed(backend).map(|setup| Box::new(MoriTestPlane::new(&setup)));
+    DataPlanePair::new(first, SecondPlane::Here(second)).fencing(fence(backend))
+}
+
+/// The second in a process of its own.
+pub(crate) fn mixed_apart(backend: MoriBackend) -> DataPlanePair {
+    let [first, second] = mixed(backend);
+    let first = Box::new(MoriTestPlane::new(&first));
+    DataPlanePair::new(first, SecondPlane::There(start(&second)))
 }
 
 /// Both in this process.

@@ -1,13 +1,13 @@
 //! Some planes of this process and what they said.
 
-use super::{MEMORY, MoriTestPlane, MoriTestSetup, config, start};
+use super::{MEMORY, MoriTestPlane, MoriTestSetup, MoriTested, config, start};
 use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId, PeerId,
     QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriPlane};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
@@ -57,6 +57,17 @@ pub(crate) fn port(up: bool) {
     });
 }
 
+/// Has planes play nodes, by the beginnings of their keys.
+pub(crate) fn nodes() {
+    stand_in("mori_double_nodes", |library| {
+        // SAFETY: As the stand-in declares it, which copies the text.
+        unsafe {
+            let set = library.get::<unsafe extern "C" fn(*const c_char)>(b"mori_double_nodes\0");
+            (set.expect("it is there"))(c"here=node-a;near=node-a;far=node-b".as_ptr());
+        }
+    });
+}
+
 pub(crate) struct MoriTestWorld {
     locals: Vec<MoriTestPlane>,
     seen: Vec<Vec<DataEvent>>,
@@ -70,8 +81,12 @@ pub(crate) struct MoriTestWorld {
 impl MoriTestWorld {
     /// So many planes with a region each.
     pub(crate) fn new(planes: usize, settings: impl Fn(usize) -> MoriConfig) -> MoriTestWorld {
+        MoriTestWorld::of(planes, |n| MoriTestSetup::of(settings(n)))
+    }
+
+    /// The same with planes of any kind.
+    pub(crate) fn of(planes: usize, setup: impl Fn(usize) -> MoriTestSetup) -> MoriTestWorld {
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let setup = |n| MoriTestSetup { config: settings(n), memory: MEMORY, faults: None };
         let locals: Vec<_> = (0..planes).map(|n| MoriTestPlane::new(&setup(n))).collect();
         faults("");
         port(true);
@@ -96,16 +111,29 @@ impl MoriTestWorld {
     }
 
     pub(crate) fn plane(&mut self, at: usize) -> &mut MoriPlane {
-        &mut self.locals[at].plane
+        match &mut self.locals[at].plane {
+            MoriTested::One(plane) => plane,
+            MoriTested::Mixed(_) => panic!("plane {at} has both backends"),
+        }
+    }
+
+    /// One that has both backends.
+    pub(crate) fn mixed(&mut self, at: usize) -> &mut MoriMixedPlane {
+        match &mut self.locals[at].plane {
+            MoriTested::Mixed(plane) => plane,
+            MoriTested::One(_) => panic!("plane {at} has one backend"),
+        }
+    }
+
+    /// Whichever it is.
+    pub(crate) fn data(&mut self, at: usize) -> &mut dyn DataPlane {
+        self.locals[at].plane()
     }
 
     /// A plane in place of another one, which is dropped.
     pub(crate) fn replace(&mut self, at: usize, config: MoriConfig) {
         self.locals.remove(at);
-        self.locals.insert(
-            at,
-            MoriTestPlane::new(&MoriTestSetup { config, memory: MEMORY, faults: None }),
-        );
+        self.locals.insert(at, MoriTestPlane::new(&MoriTestSetup::of(config)));
         self.seen[at].clear();
     }
 
@@ -129,7 +157,7 @@ impl MoriTestWorld {
     pub(crate) fn pump(&mut self) {
         let now = Nanos(self.start.elapsed().as_nanos() as u64);
         for (local, seen) in self.locals.iter_mut().zip(&mut self.seen) {
-            local.plane.poll(now, seen);
+            local.plane().poll(now, seen);
         }
         std::thread::park_timeout(Duration::from_micros(50));
     }
@@ -161,7 +189,7 @@ impl MoriTestWorld {
 
     pub(crate) fn register(&mut self, at: usize) -> RegionDesc {
         let memory = self.locals[at].memory();
-        self.plane(at).register(REGION, memory).expect("memory registers");
+        self.data(at).register(REGION, memory).expect("memory registers");
         self.seen[at].retain(|event| !matches!(event, DataEvent::Registered { .. }));
         self.until(at, "Registered", |event| match event {
             DataEvent::Registered { result, .. } => Some(result.clone()),
@@ -172,7 +200,7 @@ impl MoriTestWorld {
 
     /// The descriptor of a plane's region, which has one already.
     pub(crate) fn register_again(&mut self, at: usize) -> RegionDesc {
-        match self.plane(at).deregister(REGION) {
+        match self.data(at).deregister(REGION) {
             Ok(()) => self.register(at),
             Err(refused) => panic!("plane {at}: {refused}"),
         }
@@ -184,12 +212,21 @@ impl MoriTestWorld {
         peer: PeerId,
         faults: Option<String>,
     ) -> (RemotePlane, RegionDesc) {
-        let setup = MoriTestSetup { config: config(MoriBackend::Rdma), memory: MEMORY, faults };
-        let mut far = start(&setup);
+        let setup = MoriTestSetup::of(config(MoriBackend::Rdma));
+        self.apart(peer, &MoriTestSetup { faults, ..setup })
+    }
+
+    /// The same with a plane of any kind.
+    pub(crate) fn apart(
+        &mut self,
+        peer: PeerId,
+        setup: &MoriTestSetup,
+    ) -> (RemotePlane, RegionDesc) {
+        let mut far = start(setup);
         let desc = self.register_of(&mut far);
-        let (here, there) = (self.plane(0).address(), far.address());
+        let (here, there) = (self.data(0).address(), far.address());
         far.connect(PeerId(0), &here, PASS).expect("a peer connects");
-        self.plane(0).connect(peer, &there, PASS).expect("a peer connects");
+        self.data(0).connect(peer, &there, PASS).expect("a peer connects");
         (far, desc)
     }
 
@@ -214,8 +251,8 @@ impl MoriTestWorld {
     /// Connects two planes; each has the other under its number.
     pub(crate) fn connect(&mut self, a: usize, b: usize) {
         for (from, to) in [(a, b), (b, a)] {
-            let address = self.plane(to).address();
-            self.plane(from).connect(PeerId(to as u32), &address, PASS).expect("a peer connects");
+            let address = self.data(to).address();
+            self.data(from).connect(PeerId(to as u32), &address, PASS).expect("a peer connects");
         }
     }
 
@@ -229,7 +266,7 @@ impl MoriTestWorld {
     ) -> Result<(), FabricError> {
         let session = SessionId(session);
         let peer = PeerId(to as u32);
-        self.plane(from).open(session, REGION, peer, remote).expect("an open is taken");
+        self.data(from).open(session, REGION, peer, remote).expect("an open is taken");
         // Of a session of that number before a reset.
         self.seen[from].retain(
             |event| !matches!(event, DataEvent::Opened { session: id, .. } if *id == session),
@@ -265,7 +302,7 @@ impl MoriTestWorld {
         let (session, direction, len) = (SessionId(session), Direction::Write, &[64, 64][..]);
         let batch = Submit { op, session, direction, local, remote, len };
         let until = Instant::now() + PATIENCE;
-        while let Err(refused) = self.plane(0).submit(batch) {
+        while let Err(refused) = self.data(0).submit(batch) {
             assert_eq!(refused, kvferry_engine::fabric::Refused::Busy);
             assert!(Instant::now() < until, "busy for ever");
             self.pump();
@@ -290,7 +327,7 @@ impl MoriTestWorld {
 
     pub(crate) fn quiesce(&mut self, session: u32) {
         let (session, ticket) = (SessionId(session), QuiesceTicket(self.ops));
-        self.plane(0).quiesce(session, ticket);
+        self.data(0).quiesce(session, ticket);
         self.until_told(0, &DataEvent::Quiet { session, ticket });
     }
 

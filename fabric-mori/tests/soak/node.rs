@@ -54,7 +54,7 @@ fn settings() -> MoriConfig {
 impl SoakNode {
     fn new(place: SoakProcess, memory: u64, ports: PathBuf) -> SoakNode {
         let address = match &place {
-            SoakProcess::Here(local) => local.plane.address(),
+            SoakProcess::Here(local) => local.address(),
             SoakProcess::There(remote) => remote.address(),
         };
         let (known, stopped) = (None, false);
@@ -64,13 +64,13 @@ impl SoakNode {
     }
 
     pub(crate) fn here(memory: u64, ports: PathBuf) -> SoakNode {
-        let setup = MoriTestSetup { config: settings(), memory, faults: None };
+        let setup = MoriTestSetup { memory, ..MoriTestSetup::of(settings()) };
         SoakNode::new(SoakProcess::Here(Box::new(MoriTestPlane::new(&setup))), memory, ports)
     }
 
     /// `spec` is what MoRI does wrong there.
     pub(crate) fn there(memory: u64, ports: PathBuf, spec: String) -> SoakNode {
-        let setup = MoriTestSetup { config: settings(), memory, faults: Some(spec) };
+        let setup = MoriTestSetup { memory, faults: Some(spec), ..MoriTestSetup::of(settings()) };
         SoakNode::new(SoakProcess::There(Box::new(start(&setup))), memory, ports)
     }
 

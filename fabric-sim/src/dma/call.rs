@@ -5,8 +5,8 @@ use crate::memory::{MemoryFidelity, OpSlice, RankStore};
 use crate::queue::StepContext;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Address, Caps, DataEvent, Direction, FabricError, Landed, Memory, OpId, PeerId, QuiesceTicket,
-    RegionDesc, RegionId, SessionId,
+    Address, Caps, DataEvent, DigestBatch, Direction, FabricError, Landed, Memory, OpId, PeerId,
+    QuiesceTicket, RegionDesc, RegionId, SessionId,
 };
 
 /// A data plane in one incarnation; never reused, a restarted process gets a new one.
@@ -69,6 +69,7 @@ pub(crate) enum DmaCall {
     Open { session: SessionId, local: RegionId, peer: PeerId, remote: SimRegionDesc },
     Close { session: SessionId },
     Submit { op: OpId, session: SessionId, direction: Direction, slices: (u32, u32) },
+    Digest { batch: DigestBatch, memory: Memory },
     Quiesce { session: SessionId, ticket: QuiesceTicket },
     Fence { peer: PeerId },
 }

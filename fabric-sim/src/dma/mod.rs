@@ -28,11 +28,16 @@ use crate::memory::{LandingScratch, OpSlice, RankStore, SegmentOffset};
 use crate::slab::Slab;
 use call::{DmaCall, SimRegionDesc};
 use kvferry_engine::core::time::Nanos;
-use kvferry_engine::fabric::{Caps, DataEvent, FabricError, Memory, PeerId, RegionId, SessionId};
+use kvferry_engine::fabric::{
+    Caps, DataEvent, DigestBatch, FabricError, Memory, PeerId, RegionId, SessionId, digest_of,
+};
 use nic::Nics;
 use operation::DmaOp;
 use session::DmaSession;
 use std::collections::{BTreeMap, BTreeSet};
+
+/// How fast memory is digested.
+const DIGEST_BYTES_PER_NS: u64 = 10;
 
 /// The data network and the memory of all planes.
 #[derive(Debug)]
@@ -279,6 +284,7 @@ impl Dma {
                 let at = cx.now + self.draw_span(plane, self.config.fence);
                 self.mail_at(at, plane, DataEvent::Fenced { peer }, cx);
             }
+            DmaCall::Digest { batch, memory } => self.digest(plane, (&batch, &memory), cx),
             DmaCall::Submit { .. } => unreachable!("submits are accepted apart"),
         }
     }
@@ -304,6 +310,36 @@ impl Dma {
         me.regions.insert(region, serial);
         let at = cx.now + self.draw_span(plane, self.config.register);
         self.mail_at(at, plane, DataEvent::Registered { region, result }, cx);
+    }
+
+    /// Digests what is there now, and says so when it has been read. That takes no backend.
+    fn digest(
+        &mut self,
+        plane: DataPlaneIx,
+        (batch, memory): (&DigestBatch, &Memory),
+        cx: &mut DmaContext<'_>,
+    ) {
+        let bytes = self.store(plane).and_then(|store| {
+            let at = store.place(memory)?;
+            store.bytes(at.segment).zip(Some(at.base))
+        });
+        let Some((bytes, base)) = bytes else {
+            let event = DataEvent::Digested { id: batch.id, result: Err(FabricError::LocalAccess) };
+            return self.mail_at(cx.now, plane, event, cx);
+        };
+        let (mut read, mut part) = (0, Vec::new());
+        let digest = |number: usize| {
+            part.clear();
+            for (from, len) in batch.parts.ranges(number) {
+                let from = (base + from) as usize;
+                part.extend_from_slice(&bytes[from..from + len as usize]);
+                read += len;
+            }
+            digest_of(batch.parts.seed(number), &part)
+        };
+        let digests = (0..batch.parts.count()).map(digest).collect();
+        let event = DataEvent::Digested { id: batch.id, result: Ok(digests) };
+        self.mail_at(cx.now + Nanos(1_000 + read / DIGEST_BYTES_PER_NS), plane, event, cx);
     }
 
     fn disconnect(&mut self, plane: DataPlaneIx, peer: PeerId, cx: &mut DmaContext<'_>) {

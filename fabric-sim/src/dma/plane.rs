@@ -4,8 +4,8 @@ use super::call::{DataPlaneIx, DmaCall, DmaCalls, DmaMessage, SimRegionDesc};
 use crate::memory::OpSlice;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
-    Address, Caps, Credits, DataEvent, DataPlane, Direction, Memory, NextPoll, OpId, PeerId,
-    QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
+    Address, Caps, Credits, DataEvent, DataPlane, DigestBatch, Direction, Memory, NextPoll, OpId,
+    PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 use std::collections::{BTreeMap, VecDeque};
 use std::task::Waker;
@@ -34,7 +34,7 @@ pub struct SimDataPlane {
 
 #[derive(Debug)]
 struct SimRegion {
-    len: u64,
+    memory: Memory,
     operations: u32,
 }
 
@@ -203,7 +203,7 @@ impl DataPlane for SimDataPlane {
         }
         self.registrations += 1;
         let serial = self.registrations;
-        self.regions.insert(region, SimRegion { len: memory.len(), operations: 0 });
+        self.regions.insert(region, SimRegion { memory, operations: 0 });
         self.calls.list.push(DmaCall::Register { region, serial, memory });
         Ok(())
     }
@@ -258,7 +258,7 @@ impl DataPlane for SimDataPlane {
         else {
             return invalid("descriptor of another plane");
         };
-        let (local_len, remote_len) = (region.len, remote.len);
+        let (local_len, remote_len) = (region.memory.len(), remote.len);
         let entry = SimSession { local, local_len, peer, remote_len, open: false };
         self.sessions.insert(session, entry);
         self.calls.list.push(DmaCall::Open { session, local, peer, remote });
@@ -290,6 +290,20 @@ impl DataPlane for SimDataPlane {
         let Submit { op, session, direction, .. } = batch;
         let slices = (first, self.calls.slices.len() as u32);
         self.calls.list.push(DmaCall::Submit { op, session, direction, slices });
+        Ok(())
+    }
+
+    fn digests(&self) -> bool {
+        true
+    }
+
+    fn digest(&mut self, batch: DigestBatch) -> Result<(), Refused> {
+        let Some(SimRegion { memory, .. }) = self.regions.get(&batch.region) else {
+            return invalid("no such region");
+        };
+        batch.check(memory.len())?;
+        let memory = *memory;
+        self.calls.list.push(DmaCall::Digest { batch, memory });
         Ok(())
     }
 

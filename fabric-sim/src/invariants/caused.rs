@@ -157,7 +157,11 @@ impl CausedFailures {
     }
 
     fn judge(&self, now: CheckContext<'_>, failure: &Failure) {
-        let caused = || self.hit.iter().any(|kind| can_cause(reach(*kind), failure));
+        let caused = || match failure {
+            // Other faults change no byte of what is said to have arrived.
+            Failure::Corrupt(_) => self.hit.contains(&FaultKind::NoCopy),
+            _ => self.hit.iter().any(|kind| can_cause(reach(*kind), failure)),
+        };
         if self.is_natural(failure) || caused() {
             return;
         }
@@ -260,6 +264,8 @@ mod tests {
         let rows = [
             (FaultKind::Restart, Failure::OtherLife, true),
             (FaultKind::Loss, Failure::OtherLife, false),
+            (FaultKind::NoCopy, Failure::Corrupt("block 1".into()), true),
+            (FaultKind::LateLanding, Failure::Corrupt("block 1".into()), false),
             (FaultKind::Damage, unknown(), true),
             (FaultKind::Restart, unknown(), false),
         ];

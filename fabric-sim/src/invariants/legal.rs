@@ -161,7 +161,10 @@ impl Invariant for LegalTransitions {
             }
             Observation::Job {
                 who,
-                job: TransferJob::Write { flow, .. } | TransferJob::Read { flow, .. },
+                job:
+                    TransferJob::Write { flow, .. }
+                    | TransferJob::Read { flow, .. }
+                    | TransferJob::Digest { flow, .. },
             } => {
                 let tp = now.state.place(who.instance).map_or(0, |place| place.tp);
                 let before = self.flows.insert((*who, *flow), RankSet::first(tp));
@@ -195,7 +198,7 @@ mod tests {
     }
 
     fn delivered(ranks: u64) -> Message {
-        Message::Delivered { tag: tag("r"), ranks: RankSet(ranks), tokens: 32 }
+        Message::Delivered { tag: tag("r"), ranks: RankSet(ranks), tokens: 32, digest: None }
     }
 
     fn ended(quiet: bool) -> Message {
@@ -230,7 +233,7 @@ mod tests {
         let mut bench = bench();
         bench.announced(D0, P0, "r");
         let again = AttemptTag { attempt: Attempt(2), ..tag("r") };
-        bench.send(D0, P0, Message::Pull { tag: again, tokens: 32 });
+        bench.send(D0, P0, Message::Pull { tag: again, tokens: 32, verify: None });
         bench.holds();
         bench.announced(D0, P0, "r");
         bench.fails("begun twice, or an old one");
@@ -263,7 +266,7 @@ mod tests {
     #[test]
     fn what_is_said_to_the_incarnation_before_belongs_to_what_was_said_to_it() {
         let mut bench = bench();
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 32 });
+        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 32, verify: None });
         bench.crash(P0);
         let next = SimProcessId { incarnation: 1, ..P0 };
         bench.start(next);

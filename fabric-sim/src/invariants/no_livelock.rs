@@ -147,7 +147,11 @@ impl Invariant for NoLivelock {
             Observation::FrameArrived { from, to, frame: Frame::Welcome(_) } => {
                 self.dials.remove(&(*to, from.instance));
             }
-            Observation::Job { who, job: TransferJob::Write { .. } | TransferJob::Read { .. } } => {
+            Observation::Job {
+                who,
+                job:
+                    TransferJob::Write { .. } | TransferJob::Read { .. } | TransferJob::Digest { .. },
+            } => {
                 *self.started.entry(*who).or_default() += 1;
             }
             Observation::Report {
@@ -264,6 +268,7 @@ mod tests {
             from: 0,
             tokens: 16,
             blocks: Default::default(),
+            verify: None,
         };
         bench.see(Observation::Job { who: P0, job: &job });
         complete(&mut bench, 8, &failure);

@@ -201,6 +201,18 @@ impl StableSource {
         }
     }
 
+    /// A reader needs the source no more: what it read in time it may use, after a look at it.
+    fn released(&mut self, now: Nanos, who: SimProcessId, tag: &AttemptTag) {
+        let key = (who, tag.key.clone(), tag.sibling);
+        let Some(request) = self.keys.get(&key).cloned() else { return };
+        let Some(mut pull) = self.pulls.remove(&(who, request.clone())) else { return };
+        if pull.attempt == Some(tag.attempt) && now < self.end(who, &pull) {
+            drop_promises(&mut self.promised, &pull);
+            (pull.granted, pull.renewed) = (None, Nanos::MAX);
+        }
+        self.pulls.insert((who, request), pull);
+    }
+
     fn loaded(&mut self, now: CheckContext<'_>, who: SimProcessId, request: &RequestId) {
         let pull = self.forget(who, request).filter(|pull| pull.sent.is_some());
         let load = now.state.load(who.instance, request);
@@ -278,6 +290,11 @@ impl Invariant for StableSource {
                 frame: Frame::Data { message: Message::Renew { tag, count }, .. },
                 ..
             } => self.renew(now.at, *from, tag, *count),
+            Observation::FrameSent {
+                from,
+                frame: Frame::Data { message: Message::Release { tag, .. }, .. },
+                ..
+            } => self.released(now.at, *from, tag),
             Observation::FrameArrived {
                 to,
                 frame: Frame::Data { message: Message::Renewed { tag, count, .. }, .. },
@@ -338,9 +355,13 @@ mod tests {
     fn granted() -> InvariantBench {
         let mut bench = bench();
         bench.allocated(D0, "r", 16, &[4]);
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
+        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
         let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
-        bench.send(P0, D0, Message::Grant { tag: tag("r"), tokens: 16, blocks, lease });
+        bench.send(
+            P0,
+            D0,
+            Message::Grant { tag: tag("r"), tokens: 16, blocks, lease, digest: None },
+        );
         bench.submit((D0, P0), 1, Direction::Read, (&[4], &[7]));
         bench
     }
@@ -372,10 +393,10 @@ mod tests {
             let mut bench = bench();
             bench.allocated(D0, "r", 16, &[4]);
             let newest = AttemptTag { attempt: Attempt(40), ..tag("r") };
-            bench.send(D0, P0, Message::Pull { tag: newest.clone(), tokens: 16 });
+            bench.send(D0, P0, Message::Pull { tag: newest.clone(), tokens: 16, verify: None });
             let grant = |tag| {
                 let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
-                Message::Grant { tag, tokens: 16, blocks, lease }
+                Message::Grant { tag, tokens: 16, blocks, lease, digest: None }
             };
             if late {
                 bench.send(P0, D0, grant(AttemptTag { attempt: Attempt(3), ..tag("r") }));
@@ -398,7 +419,7 @@ mod tests {
         let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
         bench.see(Observation::DecodeHook { who: D0, hook });
         for _ in 0..2 {
-            bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
+            bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
         }
         bench
     }
@@ -444,7 +465,7 @@ mod tests {
         bench.see(Observation::DecodeHook { who: D0, hook });
         bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
         bench.now = Nanos::from_secs(5);
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16 });
+        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
         bench.now = Nanos::from_secs(31);
         bench.loaded(D0, "r");
         bench.holds();
@@ -455,7 +476,11 @@ mod tests {
         for (seconds, crashed, held) in [(20, false, false), (20, true, true), (28, false, true)] {
             let mut bench = pulling();
             let (blocks, lease) = (vec![BlockList::new(vec![7])], Nanos::from_secs(30));
-            bench.arrive(P0, D0, Message::Grant { tag: tag("r"), tokens: 16, blocks, lease });
+            bench.arrive(
+                P0,
+                D0,
+                Message::Grant { tag: tag("r"), tokens: 16, blocks, lease, digest: None },
+            );
             if crashed {
                 bench.crash(D0);
             }

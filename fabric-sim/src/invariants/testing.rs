@@ -81,6 +81,7 @@ pub(super) fn decode_leg(name: &str) -> DecodeLeg {
         control: "sim://p0".into(),
         incarnation: None,
         moriio: None,
+        prompt_hash: None,
     }
 }
 
@@ -215,7 +216,11 @@ impl InvariantBench {
 
     pub(super) fn announced(&mut self, from: SimProcessId, to: SimProcessId, name: &str) {
         let blocks = Vec::new();
-        self.send(from, to, Message::Announce { tag: tag(name), tokens: 32, from: 0, blocks });
+        self.send(
+            from,
+            to,
+            Message::Announce { tag: tag(name), tokens: 32, from: 0, blocks, verify: None },
+        );
     }
 
     pub(super) fn write(&mut self, from: SimProcessId, to: SimProcessId, op: u64, ids: &[u32]) {

@@ -261,6 +261,7 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         dp: (spec.dp_rank, spec.dp_size),
         router: (!spec.is_pool).then(|| Endpoint(format!("sim://{ROUTER}").into())),
         payloads: spec.is_pool,
+        verify: run.verify,
         settings: spec.protocol.core.clone(),
         channel: spec.protocol.channel.clone(),
         ..CoreConfig::new(spec.role, name, incarnation, geometry(&run.model, spec), control)

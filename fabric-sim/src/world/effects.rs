@@ -79,6 +79,7 @@ impl Simulation {
             }
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
+            | PrefillEffect::SpeaksMoriio { .. }
             | PrefillEffect::Router(_) => {}
         }
         None
@@ -111,8 +112,10 @@ impl Simulation {
                     self.tell_payloads(host, PayloadInput::DecodePeer(news), seq);
                 }
             }
-            DecodeEffect::Violation(_) | DecodeEffect::Refused { .. } | DecodeEffect::Router(_) => {
-            }
+            DecodeEffect::Violation(_)
+            | DecodeEffect::Refused { .. }
+            | DecodeEffect::SpeaksMoriio { .. }
+            | DecodeEffect::Router(_) => {}
         }
         None
     }

@@ -181,7 +181,8 @@ impl Tracer {
 
 impl Recording {
     fn push<T: Serialize>(&mut self, value: &T) {
-        rmp_serde::encode::write(&mut self.0, value).expect("records can be serialised");
+        // By name: a leg leaves out what it lacks, also in front of what it has.
+        rmp_serde::encode::write_named(&mut self.0, value).expect("records can be serialised");
     }
 
     /// Name of the scenario, seed, and the records in order.

@@ -64,6 +64,7 @@ impl DecodeEngine {
             incarnation: [None, Some(Incarnation(7)), Some(Incarnation(4))]
                 [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(true, blocks)),
+            prompt_hash: None,
         };
         self.requests.push(FuzzDecodeRequest {
             id: id.clone(),
@@ -143,6 +144,7 @@ impl FuzzEngine for DecodeEngine {
             DecodeEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
             DecodeEffect::Violation(_)
             | DecodeEffect::Refused { .. }
+            | DecodeEffect::SpeaksMoriio { .. }
             | DecodeEffect::Directory(_)
             | DecodeEffect::Router(_) => FuzzCoreEffect::Nothing,
         }

@@ -5,9 +5,11 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::channel::capability;
 use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
 use kvferry_engine::core::dialect::moriio::handshake::{
-    AgentMetadata, LayerMemory, LayerRegions, REQUEST,
+    AgentMetadata, CacheLayouts, LayerMemory, LayerRegions, REQUEST,
 };
-use kvferry_engine::core::dialect::moriio::notify::{Release, RemoteBlocks, write_done};
+use kvferry_engine::core::dialect::moriio::notify::{
+    Release, RemoteBlocks, write_done, write_failed,
+};
 use kvferry_engine::core::dialect::native::{ConnectionHeader, Frame, VERSION, VERSION_MIN};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Attempt, BlockId, Incarnation, RankSet, TransferId, TransferKey};
@@ -71,6 +73,13 @@ pub(super) fn metadata(data: u64, num_blocks: i64) -> AgentMetadata {
         num_blocks,
         block_len: BLOCK as i64,
         attn_backend: "CPU_ATTN".into(),
+        layouts: CacheLayouts {
+            // One of vLLM 0.33.0, or of 0.32.0, which says nothing of it.
+            block_sizes: (0..LAYERS * u16::from(num_blocks % 3 == 0))
+                .map(|layer| (layer_name(layer), i64::from(BLOCK_TOKENS)))
+                .collect(),
+            ..CacheLayouts::default()
+        },
         native: num_blocks % 2 == 1,
     }
 }
@@ -149,10 +158,10 @@ pub(super) fn message(saying: &NativeMessageSpec, known: &[AttemptTag]) -> Messa
     let lease = Nanos(saying.time);
     match saying.kind % 11 {
         0 => Message::Ask { tag, tokens },
-        1 => Message::Announce { tag, tokens, from: count, blocks },
-        2 => Message::Pull { tag, tokens },
-        3 => Message::Grant { tag, tokens, blocks, lease },
-        4 => Message::Delivered { tag, ranks, tokens },
+        1 => Message::Announce { tag, tokens, from: count, blocks, verify: None },
+        2 => Message::Pull { tag, tokens, verify: None },
+        3 => Message::Grant { tag, tokens, blocks, lease, digest: None },
+        4 => Message::Delivered { tag, ranks, tokens, digest: None },
         5 => Message::Release { tag, ranks },
         6 => Message::Cancel { tag },
         7 => Message::Ended { tag, failure: Failure::Stalled, quiet: saying.quiet },
@@ -166,7 +175,7 @@ pub(super) fn message(saying: &NativeMessageSpec, known: &[AttemptTag]) -> Messa
 pub(super) fn moriio(words: &FuzzFrameSpec) -> Option<Vec<Vec<u8>>> {
     let part = match words {
         FuzzFrameSpec::Blocks { transfer: id, ids, rank } => {
-            let ids = ids.iter().map(|id| BlockId(u32::from(*id))).collect();
+            let ids = vec![ids.iter().map(|id| BlockId(u32::from(*id))).collect()];
             let blocks = RemoteBlocks::new(None, transfer(*id), ids, u16::from(*rank));
             blocks.ok()?.encode()
         }
@@ -174,7 +183,8 @@ pub(super) fn moriio(words: &FuzzFrameSpec) -> Option<Vec<Vec<u8>>> {
             let release = Release::new(transfer(*id), NonZeroU16::new(*tp)?, 0);
             release.ok()?.encode()
         }
-        FuzzFrameSpec::Written { transfer: id } => write_done(&transfer(*id)),
+        FuzzFrameSpec::Written { transfer: id } if *id < 128 => write_done(&transfer(*id)),
+        FuzzFrameSpec::Written { transfer: id } => write_failed(&transfer(*id)),
         FuzzFrameSpec::Bare { transfer: id } => transfer(*id).0.as_bytes().to_vec(),
         FuzzFrameSpec::Call => REQUEST.to_vec(),
         FuzzFrameSpec::Metadata { shift, blocks } => {

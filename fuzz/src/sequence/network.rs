@@ -220,14 +220,16 @@ fn answer(message: Message) -> Option<Message> {
     let lease = Nanos::from_secs(9);
     Some(match message {
         Message::Ask { tag, .. } => Message::Begun { tag },
-        Message::Announce { tag, tokens, .. } => Message::Delivered { tag, ranks, tokens },
-        Message::Pull { tag, tokens } => {
-            Message::Grant { tag, tokens, blocks: blocks(tokens), lease }
+        Message::Announce { tag, tokens, .. } => {
+            Message::Delivered { tag, ranks, tokens, digest: None }
+        }
+        Message::Pull { tag, tokens, .. } => {
+            Message::Grant { tag, tokens, blocks: blocks(tokens), lease, digest: None }
         }
         Message::Renew { tag, count } => Message::Renewed { tag, count, lease },
         Message::Cancel { tag } => Message::Ended { tag, failure: Failure::Cancelled, quiet: true },
         Message::Begun { tag } => {
-            Message::Announce { tag, tokens: 40, from: 0, blocks: blocks(40) }
+            Message::Announce { tag, tokens: 40, from: 0, blocks: blocks(40), verify: None }
         }
         Message::Grant { tag, .. } => Message::Release { tag, ranks },
         Message::Renewed { .. }

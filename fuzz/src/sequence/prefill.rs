@@ -47,6 +47,7 @@ impl PrefillEngine {
             incarnation: [None, Some(frames::OWN.1), Some(Incarnation(4))]
                 [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(mode == Mode::Push, Vec::new())),
+            prompt_hash: None,
         };
         let request = FuzzPrefillRequest {
             id: id.clone(),
@@ -120,6 +121,7 @@ impl FuzzEngine for PrefillEngine {
             PrefillEffect::Answer(answer) => FuzzCoreEffect::Answer(answer),
             PrefillEffect::Violation(_)
             | PrefillEffect::Refused { .. }
+            | PrefillEffect::SpeaksMoriio { .. }
             | PrefillEffect::Directory(_)
             | PrefillEffect::Router(_) => FuzzCoreEffect::Nothing,
         }

@@ -23,7 +23,9 @@ impl FuzzRanks {
                 self.peers.retain(|other| *other != peer);
                 self.fences.push(peer);
             }
-            TransferJob::Write { flow, peer, .. } | TransferJob::Read { flow, peer, .. } => {
+            TransferJob::Write { flow, peer, .. }
+            | TransferJob::Read { flow, peer, .. }
+            | TransferJob::Digest { flow, peer, .. } => {
                 self.flows.push((flow, peer));
             }
             TransferJob::Peer { .. }

@@ -52,7 +52,7 @@ pub(super) enum FuzzFrameSpec {
         transfer: u8,
         tp: u16,
     },
-    /// MoRIIO: everything is written.
+    /// MoRIIO: everything is written, or from 128 on: nothing will be.
     Written {
         transfer: u8,
     },

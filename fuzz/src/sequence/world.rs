@@ -232,7 +232,13 @@ impl<E: FuzzEngine> FuzzWorld<E> {
                 self.hear(word);
             }
             FuzzStep::Open { channel } => {
-                let channels = [LinkKind::Notify, LinkKind::Handshake, LinkKind::Discovery];
+                let channels = [
+                    LinkKind::Notify,
+                    LinkKind::Handshake,
+                    LinkKind::Discovery,
+                    LinkKind::RankHandshake(1),
+                    LinkKind::RankNotify(1),
+                ];
                 self.accept(channels[usize::from(channel) % channels.len()]);
             }
             FuzzStep::Say { link, words } => self.say(link, &words, |_| {}),

@@ -82,7 +82,9 @@ impl PlaneHarness {
         plane.set_waker(Arc::new(BenchWaker(thread::current())).into());
         let (len, patience, backend) = (plan.memory, plan.patience, plan.plane.backend());
         let limits = match &plan.plane {
-            PlaneConfig::Mori(config) => Some((config.open_ms, config.operation_ms)),
+            PlaneConfig::Mori(config) | PlaneConfig::MoriMixed(config) => {
+                Some((config.open_ms, config.operation_ms))
+            }
             PlaneConfig::Host(_) => None,
         };
         let (events, is_void, begun) = (Vec::new(), false, Instant::now());

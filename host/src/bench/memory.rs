@@ -52,7 +52,7 @@ impl BenchMemory {
         let writer = OpenOptions::new().write(true).open(path);
         let writer = writer.map_err(|why| format!("{path}: {why}"))?;
         // MoRI takes memory of its own process only.
-        let is_own = matches!(plan.plane, PlaneConfig::Mori(_));
+        let is_own = !matches!(plan.plane, PlaneConfig::Host(_));
         Ok(BenchMemory::Host { pool, file, writer, is_own, len })
     }
 

@@ -21,7 +21,12 @@ const OPEN_GPU: &str = "see what `rocm-smi` says: MoRI needs an AMD GPU that thi
 const INSTALL: &str = "install the library that it names, or put its folder in LD_LIBRARY_PATH";
 
 /// What to do where one of these texts was said; the first that fits counts.
-const KNOWN: [(&[&str], &str); 13] = [
+const KNOWN: [(&[&str], &str); 14] = [
+    // First, since a compiler may say anything.
+    (
+        &["the shim for MoRI does not compile"],
+        "correct what it says, or name another compiler by CXX, and try `kvferry doctor --fix mori`",
+    ),
     (
         &["librocm_smi64"],
         "install rocm-smi-lib of MoRI's ROCm, or name its librocm_smi64.so by MORI_ROCM_SMI_PATH",
@@ -78,7 +83,7 @@ const KNOWN: [(&[&str], &str); 13] = [
     (&["cannot open shared object file", "undefined symbol"], INSTALL),
     (
         &["no usable shim for MoRI"],
-        "build kvferry where MoRI is installed (docs/mi300x.md), or name its shim by KVFERRY_MORI_SHIM",
+        "correct what it says, and try `kvferry doctor --fix mori`; or name a shim by KVFERRY_MORI_SHIM",
     ),
 ];
 

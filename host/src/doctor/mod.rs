@@ -17,7 +17,7 @@ use crate::instance::{BackendArg, FabricArg, mori_settings};
 use crate::process::{CommandError, Exit, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs, SidecarConfig};
 use crate::sidecar::settings::KvMemory;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use kvferry_fabric_mori::MoriConfig;
 use serde::Serialize;
 use std::io::Write;
@@ -59,6 +59,10 @@ pub(crate) struct DoctorArgs {
     /// The backend that has to work with --fabric mori; the other one is tried, too
     #[arg(long, value_name = "BACKEND", default_value = "rdma")]
     pub(crate) backend: BackendArg,
+    /// Put something right first, and check nothing else unless --fabric mori is given: mori compiles
+    /// the shim for the MoRI that is installed
+    #[arg(long, value_name = "WHAT")]
+    pub(crate) fix: Option<FixArg>,
     /// Settings of MoRI, an object with the keys of `mori` in kv_connector_extra_config, e.g.
     /// {"port": 7100}
     #[arg(long, value_name = "JSON")]
@@ -87,6 +91,12 @@ pub(crate) struct DoctorArgs {
     /// Print one JSON object per check and line
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// What can be put right.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FixArg {
+    Mori,
 }
 
 /// What came of a check.
@@ -195,7 +205,14 @@ impl DoctorArgs {
 pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let plan = args.plan()?;
     let mut is_fit = true;
-    for check in checks(args, &plan, &SystemRoots::of_machine()) {
+    let mut found = match args.fix {
+        Some(FixArg::Mori) => mori_checks::fix(args.timeout),
+        None => Vec::new(),
+    };
+    if args.fix.is_none() || args.fabric == FabricArg::Mori {
+        found.extend(checks(args, &plan, &SystemRoots::of_machine()));
+    }
+    for check in found {
         is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }

@@ -3,16 +3,18 @@
 
 use super::child::{ChildExit, ChildProcess, ExitCause};
 use super::exit_diagnosis::remedy;
-use super::peer::{GpuProbe, ShimLoad, start};
+use super::peer::{GpuProbe, ShimLoad, in_one_line, start};
 use super::ports::joined;
 use super::{Check, DoctorArgs, LOOPBACK};
 use crate::instance::BackendArg;
 use crate::process::name;
+use kvferry_fabric_mori::{Shim, ShimSearchPath};
 use serde_json::Value;
 use std::io::{self, Write};
 use std::time::Duration;
 
 const SHIM: &str = "mori-shim";
+const FIX: &str = "mori-fix";
 const RDMA: &str = "mori-rdma-try";
 const XGMI: &str = "mori-xgmi-try";
 const PEER: &str = "mori-peer-try";
@@ -52,6 +54,28 @@ pub(super) fn mori(args: &DoctorArgs) -> Vec<Check> {
         Err(why) => wanted(BackendArg::Xgmi, XGMI, Err(why)),
     };
     vec![Check::ok(SHIM, shim), wanted(BackendArg::Rdma, RDMA, rdma), xgmi]
+}
+
+/// Compiles the shim for the MoRI that is installed, and loads it.
+pub(super) fn fix(limit: Duration) -> Vec<Check> {
+    if let Some(asked) = ShimSearchPath::of_process().asked {
+        let found = format!("KVFERRY_MORI_SHIM names {}, which is taken", asked.display());
+        return vec![Check::fail(FIX, found, "unset it to have one compiled")];
+    }
+    let made = match Shim::compile() {
+        Ok(made) => made,
+        Err(why) => {
+            let remedy = remedy(&why).unwrap_or("correct what it says");
+            return vec![Check::fail(FIX, in_one_line(&why), remedy)];
+        }
+    };
+    let (path, took) = (made.path.display(), made.took.unwrap_or_default().as_secs_f64());
+    let fixed = Check::ok(FIX, format!("compiled {path} in {took:.1} s, for {}", made.mori));
+    let loaded = match load(limit) {
+        Ok((shim, _)) => Check::ok(SHIM, shim),
+        Err((why, remedy)) => Check::fail(SHIM, why, remedy),
+    };
+    vec![fixed, loaded]
 }
 
 /// Which shim was loaded, and GPUs by HIP; or what was wrong with either and what to do.

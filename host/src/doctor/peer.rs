@@ -125,16 +125,21 @@ pub(crate) fn command(args: &DoctorPeerArgs, out: &mut dyn Write) -> Result<Exit
     Ok(Exit::HELD)
 }
 
+/// A text of several lines.
+pub(super) fn in_one_line(text: &str) -> String {
+    text.lines().map(str::trim).collect::<Vec<_>>().join("; ")
+}
+
 /// HIP, too, may end the process: what is known by then is told first.
 fn load(out: &mut dyn Write) -> io::Result<()> {
     let shim = Shim::load(&ShimSearchPath::of_process());
     let loaded: ShimLoad = match &shim {
         Ok(shim) => {
             let (path, info) = (shim.path.display(), &shim.info);
-            let (library, layout) = (&info.compiled_at, info.layout);
-            Ok(format!("{path}, for {library} ({layout} fields per memory)"))
+            let (library, layout, origin) = (&info.compiled_at, info.layout, shim.origin);
+            Ok(format!("{path}, {origin}, for {library} ({layout} fields per memory)"))
         }
-        Err(why) => Err(why.to_string().lines().map(str::trim).collect::<Vec<_>>().join("; ")),
+        Err(why) => Err(in_one_line(&why.to_string())),
     };
     writeln!(out, "{}", serde_json::to_string(&loaded)?)?;
     out.flush()?;

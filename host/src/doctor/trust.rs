@@ -3,6 +3,7 @@
 use super::{Check, DoctorArgs};
 use crate::instance::{InstanceTrust, TrustSettings};
 use crate::sidecar::config::SidecarConfig;
+use kvferry_engine::core::verify::Verify;
 use kvferry_trust::{NetworkTrust, SecretFile};
 
 const NAME: &str = "trust";
@@ -16,7 +17,8 @@ pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -
     let mut peers = config.operator.fabric.trust.clone();
     peers.secret_file = args.secret_file.clone().or(peers.secret_file);
     peers.insecure_network |= args.insecure_network;
-    let (host, settings) = (&*args.host_ip, TrustSettings { peers, moriio_peers: None });
+    let (host, settings) =
+        (&*args.host_ip, TrustSettings { peers, moriio_peers: None, verify: Verify::Off });
     let trust = match InstanceTrust::of(("host_ip", host), &settings) {
         Ok(trust) => trust,
         Err(why) => {

@@ -17,7 +17,9 @@ pub(crate) enum FabricArg {
 /// A backend of MoRI.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BackendArg {
+    /// Network cards; what `backend` mori has for peers of other nodes
     Rdma,
+    /// Links between GPUs; what `backend` mori has for peers of the node
     Xgmi,
 }
 

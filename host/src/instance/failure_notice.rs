@@ -97,7 +97,7 @@ pub(crate) fn find_failure(body: &[u8]) -> Option<ReportedFailure> {
     memmem::find(body, b"\"failed\"")?;
     let AnswerExtras { kvferry, kv_transfer_params, error } = serde_json::from_slice(body).ok()?;
     let found = [kvferry, kv_transfer_params.and_then(inner), error.and_then(inner)];
-    found.into_iter().flatten().find_map(failed)
+    found.into_iter().flatten().find_map(failure_in)
 }
 
 fn inner(value: &RawValue) -> Option<&RawValue> {
@@ -105,7 +105,8 @@ fn inner(value: &RawValue) -> Option<&RawValue> {
     kvferry
 }
 
-fn failed(object: &RawValue) -> Option<ReportedFailure> {
+/// What an object `kvferry` tells.
+pub(super) fn failure_in(object: &RawValue) -> Option<ReportedFailure> {
     let ExtrasObject { failed } = read(object)?;
     let failed = failed.filter(|failed| failed.get().len() <= TOLD_MAX)?;
     let NoticeFields { cause, why, failure } = read(failed)?;

@@ -1,12 +1,16 @@
 //! `kv_transfer_params` of a request, as the leg that the cores know, and of an answer.
 
+use super::failure_notice::failure_in;
+use super::offers::{AnsweredLeg, PrefillOffer, SealedLeg};
 use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, incarnation_of};
 use kvferry_engine::core::dialect::moriio::params::{KvTransferParams, unnamed_transfer};
 use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula};
-use kvferry_engine::core::ids::{BlockId, RequestId, TransferId, TransferKey};
+use kvferry_engine::core::ids::{BlockId, Incarnation, RequestId, TransferId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{DecodeLeg, Mode, MoriioLeg, PrefillLeg, Role};
 use kvferry_engine::core::router::LegBody;
+use kvferry_engine::fabric::Endpoint;
+use kvferry_trust::FleetProof;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
@@ -19,6 +23,17 @@ pub(crate) struct InstanceIdentity {
     pub(crate) mode: Mode,
     pub(crate) address: ZmqAddress,
     pub(crate) ports: PortFormula,
+    /// Where peers say the native hello.
+    pub(crate) control: Endpoint,
+    pub(crate) incarnation: Incarnation,
+    /// Peers that speak MoRIIO are dealt with, and fit.
+    pub(crate) moriio_peers: bool,
+    /// Nothing else is spoken.
+    pub(crate) moriio_only: bool,
+    /// What the legs of a decode are sealed by, and the answers of a prefill.
+    pub(crate) proof: FleetProof,
+    /// TP ranks.
+    pub(crate) tp: u16,
 }
 
 /// The leg of the native dialect beside the rest, from a router that knows both ends to speak it.
@@ -35,11 +50,26 @@ struct NativeParams<'a> {
 fn native<T: DeserializeOwned>(params: &RawValue) -> Result<Option<T>, String> {
     // What is no object is told as such by who reads the rest.
     let leg = serde_json::from_str(params.get()).ok().and_then(|NativeParams { kvferry }| kvferry);
-    let leg = leg.map(|leg| serde_json::from_str(leg.get())).transpose();
+    let Some(leg) = leg else { return Ok(None) };
+    // What a prefill answered that handed nothing over, carried on.
+    if let Some(failed) = failure_in(leg) {
+        return Err(format!("the prefill handed nothing over: {}", failed.why));
+    }
+    let leg = serde_json::from_str(leg.get()).map(Some);
     leg.map_err(|why| format!("the key kvferry of kv_transfer_params: {why}"))
 }
 
 impl InstanceIdentity {
+    /// What the answers of a prefill are made of, with the secret as it is now.
+    pub(crate) fn offer(&self) -> PrefillOffer {
+        let at = (self.address.clone(), self.tp);
+        if self.moriio_only {
+            return PrefillOffer::of_moriio(at);
+        }
+        let native = (self.mode, self.control.clone(), self.incarnation);
+        PrefillOffer::new(at, native, self.moriio_peers, &self.proof)
+    }
+
     /// The leg of a request.
     ///
     /// # Errors
@@ -68,17 +98,22 @@ impl InstanceIdentity {
         if !params.do_remote_decode {
             return Err("kv_transfer_params without do_remote_decode, sent to a prefill".into());
         }
-        let native = embedded_peer(Role::Prefill, request)
-            .is_some_and(|peer| incarnation_of(peer).is_some());
-        // A decode that pulls comes by itself and need not be known.
+        if params.do_remote_prefill {
+            let why = "kv_transfer_params with do_remote_decode and do_remote_prefill, of two legs";
+            return Err(why.into());
+        }
+        let embedded = embedded_peer(Role::Prefill, request);
         let peer = match self.mode {
+            // Nobody is named: a decode of ours asks by itself, with what this prefill answers.
+            Mode::Push if embedded.is_none() && params.remote.is_none() => None,
             Mode::Push => Some(params.peer(Role::Prefill, request).map_err(|why| why.to_string())?),
+            // A decode that pulls comes by itself and need not be known.
             Mode::Pull => None,
         };
+        let native = embedded.is_some_and(|peer| incarnation_of(peer).is_some())
+            || self.mode == Mode::Push && peer.is_none();
         let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, blocks: Vec::new() }));
-        let id = params.transfer_id.unwrap_or_else(|| unnamed_transfer(request));
-        let key = TransferKey { id, prompt: 0 };
-        let transfer = PrefillLeg { moriio, ..PrefillLeg::new(key, self.mode) };
+        let transfer = PrefillLeg { moriio, ..PrefillLeg::new(key_of(request, params), self.mode) };
         Ok(LegBody::Prefill { transfer, prompt: 0 })
     }
 
@@ -90,8 +125,8 @@ impl InstanceIdentity {
     ) -> Result<LegBody, String> {
         let body =
             |transfer| Ok(LegBody::Decode { transfer, prompt: 0, sample: 0, output, params: None });
-        if let Some(transfer) = params.map(native).transpose()?.flatten() {
-            return body(transfer);
+        if let Some(sealed) = params.map(native::<SealedLeg>).transpose()?.flatten() {
+            return body(sealed.open(&self.proof)?);
         }
         let params = match params {
             Some(json) => {
@@ -130,26 +165,43 @@ impl InstanceIdentity {
             )
         }
     }
+}
 
-    /// What a prefill answers: where its blocks are.
-    pub(crate) fn answer(
-        address: &ZmqAddress,
-        transfer: &TransferId,
-        blocks: &[BlockList],
-    ) -> KvTransferParams {
-        let lists = blocks.iter().map(|list| list.ids.iter().map(|id| BlockId(*id)).collect());
-        KvTransferParams {
-            do_remote_prefill: true,
-            transfer_id: Some(transfer.clone()),
-            remote_engine_id: Some(address.engine()),
-            remote_block_ids: Some(lists.collect()),
-            remote: Some(address.clone()),
-            remote_dp_rank: Some(0),
-            remote_dp_rank_override: true,
-            remote_dp_size: Some(1),
-            remote_dp_size_local: Some(1),
-            remote_tp_size: 1,
-            ..KvTransferParams::default()
+#[cfg(test)]
+impl InstanceIdentity {
+    /// Of one rank that speaks to everybody and has no secret.
+    pub(crate) fn open(role: Role, mode: Mode, address: ZmqAddress) -> InstanceIdentity {
+        InstanceIdentity {
+            role,
+            mode,
+            address,
+            ports: PortFormula::default(),
+            control: "".into(),
+            incarnation: Incarnation(1),
+            moriio_peers: true,
+            moriio_only: false,
+            proof: FleetProof::open(None).expect("no secret"),
+            tp: 1,
         }
     }
+}
+
+/// The transfer of a leg to a prefill.
+fn key_of(request: &RequestId, params: KvTransferParams) -> TransferKey {
+    let id = params.transfer_id.unwrap_or_else(|| unnamed_transfer(request));
+    TransferKey { id, prompt: 0 }
+}
+
+/// What a prefill answers, of a request that came with these parameters.
+///
+/// # Errors
+/// Those of a leg that a prefill cannot use.
+pub fn answered_leg(request: &RequestId, params: &RawValue) -> Result<AnsweredLeg, String> {
+    if let Some(PrefillLeg { key, .. }) = native(params)? {
+        return Ok(AnsweredLeg { key, names_decode: false });
+    }
+    let params =
+        KvTransferParams::decode(params.get().as_bytes()).map_err(|why| why.to_string())?;
+    let names_decode = params.peer(Role::Prefill, request).is_ok();
+    Ok(AnsweredLeg { key: key_of(request, params), names_decode })
 }

@@ -53,7 +53,8 @@ pub struct BackendCounts {
 #[derive(Clone, Debug)]
 pub(crate) enum PlaneMeter {
     Host(kvferry_fabric_host::HostCounterReader),
-    Mori(kvferry_fabric_mori::MoriCounterReader),
+    /// Of each backend.
+    Mori(Vec<kvferry_fabric_mori::MoriCounterReader>),
 }
 
 impl PlaneMeter {
@@ -65,18 +66,21 @@ impl PlaneMeter {
                 counters.initiated[..read.initiated.len()].copy_from_slice(&read.initiated);
                 counters.served[..read.served.len()].copy_from_slice(&read.served);
             }
-            PlaneMeter::Mori(meter) => {
-                let read = meter.read();
-                let (operations, bytes) = (read.operations, read.bytes);
-                let at = PATHS.iter().position(|path| *path == meter.backend().name());
-                counters.initiated[at.expect("it is one of them")] =
-                    PathCount { operations, bytes };
-                counters.backend = BackendCounts {
-                    rebuilds: read.rebuilds,
-                    resets: read.resets,
-                    missing: read.without,
-                    dead_queue_pairs: read.dead_pairs,
-                };
+            PlaneMeter::Mori(meters) => {
+                let mut resets = None;
+                for meter in meters {
+                    let read = meter.read();
+                    let (operations, bytes) = (read.operations, read.bytes);
+                    let at = PATHS.iter().position(|path| *path == meter.backend().name());
+                    counters.initiated[at.expect("it is one of them")] =
+                        PathCount { operations, bytes };
+                    counters.backend.rebuilds += read.rebuilds;
+                    counters.backend.missing |= read.without;
+                    counters.backend.dead_queue_pairs += read.dead_pairs;
+                    // A reset is of all backends.
+                    resets = Some(resets.map_or(read.resets, |least| read.resets.min(least)));
+                }
+                counters.backend.resets = resets.unwrap_or_default();
             }
         }
         counters

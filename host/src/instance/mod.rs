@@ -9,6 +9,7 @@ mod legs;
 pub mod limits;
 mod listeners;
 mod meters;
+mod offers;
 mod plane;
 mod setup;
 mod trust;
@@ -16,6 +17,7 @@ mod trust;
 pub(crate) use fabric_args::{BackendArg, FabricArg, mori_settings};
 pub(crate) use failure_notice::{FailureNotice, ReportedFailure, find_failure};
 pub(crate) use legs::InstanceIdentity;
+pub use legs::answered_leg;
 pub use limits::{Overrides, ProtocolLimits};
 pub(crate) use listeners::{ControlListeners, ListenAddresses, remedy};
 pub use meters::{BackendCounts, PATHS, PlaneCounters};
@@ -23,6 +25,8 @@ pub(crate) use meters::{
     CounterSource, CutCollector, InputCollector, PlaneCollector, PlaneMeter, metrics_answer,
     metrics_page, metrics_text,
 };
+pub(crate) use offers::SealedLeg;
+pub use offers::{AnsweredLeg, PrefillOffer};
 pub use plane::PlaneConfig;
 pub(crate) use plane::StartedPlane;
 pub(crate) use setup::{RankSetup, log_refusal, log_router, log_violation};

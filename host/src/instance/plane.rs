@@ -4,7 +4,7 @@ use crate::instance::PlaneMeter;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::fabric::DataPlane;
 use kvferry_fabric_host::{HostConfig, HostPlane, PeerTrust};
-use kvferry_fabric_mori::{DeviceEvents, MoriBackend, MoriConfig, MoriPlane};
+use kvferry_fabric_mori::{DeviceEvents, MoriConfig, MoriMixedPlane, MoriPlane};
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 
@@ -16,6 +16,8 @@ const WITHOUT_DEVICES: &str = "KVFERRY_MORI_WITHOUT_DEVICES";
 pub enum PlaneConfig {
     Host(HostConfig),
     Mori(MoriConfig),
+    /// Both backends of MoRI, chosen peer by peer.
+    MoriMixed(MoriConfig),
 }
 
 /// A data plane that was started.
@@ -28,29 +30,29 @@ pub(crate) struct StartedPlane {
 }
 
 impl PlaneConfig {
-    /// `host`, `mori-rdma` or `mori-xgmi`, as configurations and metrics have it.
+    /// `host`, `mori-rdma`, `mori-xgmi` or `mori`, as configurations have it.
     pub fn backend(&self) -> &'static str {
         match self {
             PlaneConfig::Host(_) => "host",
-            PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Rdma, .. }) => "mori-rdma",
-            PlaneConfig::Mori(MoriConfig { backend: MoriBackend::Xgmi, .. }) => "mori-xgmi",
+            PlaneConfig::Mori(config) => config.backend.name(),
+            PlaneConfig::MoriMixed(_) => MoriMixedPlane::NAME,
         }
     }
 
-    /// A plane over MoRI for peers that are trusted like this.
+    /// A plane over one backend of MoRI for peers that are trusted like this.
     ///
     /// # Errors
     /// What MoRI moves is to be encrypted.
     pub(crate) fn mori(config: MoriConfig, trust: PeerTrust) -> Result<PlaneConfig, String> {
-        let PeerTrust { secret_file, insecure_network, encrypt, .. } = trust;
-        if encrypt {
-            let backend = PlaneConfig::Mori(config).backend();
-            return Err(format!(
-                "encrypt: nothing encrypts what is moved by {backend}: leave it out, also of the \
-                 host's configuration, or take host in its place"
-            ));
-        }
-        Ok(PlaneConfig::Mori(MoriConfig { secret_file, insecure_network, ..config }))
+        trusting(config.backend.name(), config, trust).map(PlaneConfig::Mori)
+    }
+
+    /// The same over both.
+    ///
+    /// # Errors
+    /// What MoRI moves is to be encrypted.
+    pub(crate) fn mori_mixed(config: MoriConfig, trust: PeerTrust) -> Result<PlaneConfig, String> {
+        trusting(MoriMixedPlane::NAME, config, trust).map(PlaneConfig::MoriMixed)
     }
 
     /// The plane of a TP rank, which listens at `host`. What makes it one of an instance is set
@@ -81,6 +83,14 @@ impl PlaneConfig {
         host: &str,
         open_door: bool,
     ) -> Result<StartedPlane, String> {
+        let of_mori = |config: MoriConfig| {
+            let variables = mori_variables(std::env::vars_os());
+            if !variables.is_empty() {
+                tracing::info!(variables, "the environment wins over settings of MoRI");
+            }
+            let devices = config.devices && std::env::var_os(WITHOUT_DEVICES).is_none();
+            MoriConfig { key: key.clone(), host: host.into(), devices, open_door, ..config }
+        };
         match self {
             PlaneConfig::Host(config) => {
                 let config = HostConfig { key, host: host.into(), open_door, ..config };
@@ -89,20 +99,31 @@ impl PlaneConfig {
                 Ok(StartedPlane { plane: Box::new(plane), meter, events: None })
             }
             PlaneConfig::Mori(config) => {
-                let variables = mori_variables(std::env::vars_os());
-                if !variables.is_empty() {
-                    tracing::info!(variables, "the environment wins over settings of MoRI");
-                }
-                let devices = config.devices && std::env::var_os(WITHOUT_DEVICES).is_none();
-                let host = host.into();
-                let config = MoriConfig { key, host, devices, open_door, ..config };
-                let plane = MoriPlane::new(config).map_err(|why| why.to_string())?;
-                let meter = PlaneMeter::Mori(plane.meter());
+                let plane = MoriPlane::new(of_mori(config)).map_err(|why| why.to_string())?;
+                let meter = PlaneMeter::Mori(vec![plane.meter()]);
+                let events = Some(plane.device_events());
+                Ok(StartedPlane { plane: Box::new(plane), meter, events })
+            }
+            PlaneConfig::MoriMixed(config) => {
+                let plane = MoriMixedPlane::new(of_mori(config)).map_err(|why| why.to_string())?;
+                let meter = PlaneMeter::Mori(plane.meters().into());
                 let events = Some(plane.device_events());
                 Ok(StartedPlane { plane: Box::new(plane), meter, events })
             }
         }
     }
+}
+
+/// Settings of MoRI for peers that are trusted like this.
+fn trusting(backend: &str, config: MoriConfig, trust: PeerTrust) -> Result<MoriConfig, String> {
+    let PeerTrust { secret_file, insecure_network, encrypt, .. } = trust;
+    if encrypt {
+        return Err(format!(
+            "encrypt: nothing encrypts what is moved by {backend}: leave it out, also of the \
+             host's configuration, or take host in its place"
+        ));
+    }
+    Ok(MoriConfig { secret_file, insecure_network, ..config })
 }
 
 /// What of an environment MoRI reads itself, in order.

@@ -1,6 +1,7 @@
 //! Who is answered at the ports of an instance, for the start, the log and the metrics.
 
 use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::verify::Verify;
 use kvferry_engine::fabric::unbracketed;
 use kvferry_fabric_host::PeerTrust;
 use kvferry_trust::{NetworkRefusal, NetworkTrust, are_loopback};
@@ -18,6 +19,8 @@ pub(crate) struct InstanceTrust {
     pub(crate) network: NetworkTrust,
     /// Peers that speak MoRIIO, and can prove nothing.
     pub(crate) moriio_peers: bool,
+    /// KV is verified, which those cannot do either.
+    pub(crate) is_verifying: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -33,16 +36,19 @@ pub(crate) struct TrustSettings {
     /// Whether there are peers that speak MoRIIO. If it is not said there are, unless others are to
     /// prove a secret there.
     pub(crate) moriio_peers: Option<bool>,
+    /// How much of the KV is verified.
+    pub(crate) verify: Verify,
 }
 
 impl InstanceTrust {
     /// Of who is to listen there.
     ///
     /// # Errors
-    /// An address that others reach with nothing between, or a name without one.
+    /// An address that others reach with nothing between, or a name without one; peers that are to
+    /// be dealt with and cannot do what they have to.
     pub(crate) fn of(
         host @ (setting, name): (&str, &str),
-        TrustSettings { peers, moriio_peers }: &TrustSettings,
+        TrustSettings { peers, moriio_peers, verify }: &TrustSettings,
     ) -> Result<InstanceTrust, NetworkRefusal> {
         let found = (unbracketed(name), 0).to_socket_addrs().map_err(|why| NetworkRefusal {
             found: format!("{setting} = {name}: no address of that name: {why}"),
@@ -52,7 +58,17 @@ impl InstanceTrust {
         let (secret, at) = (peers.secret_file.as_deref(), addresses.iter().copied());
         let network = NetworkTrust::of((host, at), secret, peers.insecure_network)?;
         let is_open = network != NetworkTrust::Secret || are_loopback(addresses);
-        Ok(InstanceTrust { network, moriio_peers: moriio_peers.unwrap_or(is_open) })
+        let is_verifying = !verify.is_off();
+        if is_verifying && *moriio_peers == Some(true) {
+            return Err(NetworkRefusal {
+                found: format!(
+                    "verify = {verify} with moriio_peers: peers that speak MoRIIO cannot prove any KV"
+                ),
+                remedy: "leave one of them out".into(),
+            });
+        }
+        let moriio_peers = moriio_peers.unwrap_or(is_open && !is_verifying);
+        Ok(InstanceTrust { network, moriio_peers, is_verifying })
     }
 
     /// Why peers that speak MoRIIO are not dealt with by the engine at an address, if they are not.
@@ -63,7 +79,8 @@ impl InstanceTrust {
                  secret: its moriio_peers true lets them in"
             )
         };
-        (!self.moriio_peers).then(|| why().into())
+        // Who verifies says itself why there are none.
+        (!self.moriio_peers && !self.is_verifying).then(|| why().into())
     }
 
     /// Logs what is not proven though there is a secret or because there is none, each once in a

@@ -120,6 +120,8 @@ pub(crate) struct HttpSettings {
     pub(crate) limits: HttpLimits,
     /// Sent to instances in place of what the client sends.
     pub(crate) authorization: Option<HeaderValue>,
+    /// The secret by which registrations are signed, and legs sealed, if there is one.
+    pub(crate) proof: FleetProof,
 }
 
 /// The time that an option gives.
@@ -161,7 +163,7 @@ impl RouterArgs {
     ///
     /// # Errors
     /// A file that cannot be used, or none where signatures are required.
-    pub(super) fn proof(&self) -> Result<FleetProof, CommandError> {
+    fn proof(&self) -> Result<FleetProof, CommandError> {
         let file = self.secret_file.clone().or_else(SecretFile::of_environment);
         if self.require_signed && file.is_none() {
             let text = "--require-signed: there is no secret to check signatures by; give \
@@ -231,6 +233,6 @@ impl RouterArgs {
             parts: self.parts_max,
             prefix_tokens: RouterConfig::default().prefix_tokens,
         };
-        Ok(HttpSettings { limits, authorization })
+        Ok(HttpSettings { limits, authorization, proof: self.proof()? })
     }
 }

@@ -252,12 +252,12 @@ mod tests {
             parts: 8,
             prefix_tokens: 16,
         };
-        let settings = Arc::new(HttpSettings { limits, authorization: None });
+        let proof = FleetProof::open(None).expect("no secret");
+        let settings = Arc::new(HttpSettings { limits, authorization: None, proof: proof.clone() });
         let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);
         let clock: kvferry_engine::actors::Clock = Arc::new(|| Nanos(1));
-        let proof = FleetProof::open(None).expect("no secret");
         let plane = SignedPlane::new(plane.expect("a plane"), proof);
         let pool = ConnectionPool::new(short, None);
         let core =

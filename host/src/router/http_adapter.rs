@@ -29,6 +29,7 @@ use kvferry_engine::core::router::{
 };
 use kvferry_engine::effects::perform_control;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
+use kvferry_trust::FleetProof;
 use kvferry_wire::{SignedEvent, SignedPlane, ZmqPlane};
 use serde::Deserialize;
 use serde_json::value::RawValue;
@@ -217,7 +218,7 @@ impl HttpAdapter {
             Some((id, unique)) if *id == key.id => *unique,
             _ => state.unique.insert((key.id.clone(), TransferUid(rand::random()))).1,
         };
-        Some(order(&client.job, part, http, pair, body, unique))
+        Some(order(&client.job, part, http, pair, body, (unique, &self.settings.proof)))
     }
 
     fn whole(&mut self, leg: LegId, head: ResponseHead, body: Bytes, out: &mut RouterInputQueue) {
@@ -421,7 +422,7 @@ fn order(
     http: &Endpoint,
     pair: &InstancePair,
     body: &LegBody,
-    unique: TransferUid,
+    (unique, proof): (TransferUid, &FleetProof),
 ) -> Result<HttpLegRequest, String> {
     let mut headers = job.headers.clone();
     let id = unique.request_id(pair)?;
@@ -433,7 +434,7 @@ fn order(
     if to.dp_size > 1 {
         headers.insert(DP_RANK, to.dp_rank.into());
     }
-    let transfer = params::write(body, pair, unique)?;
+    let transfer = params::write(body, pair, unique, proof)?;
     let prefill = role_of(body) == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer.as_deref()).into();

@@ -79,9 +79,8 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let drain = seconds("--drain-timeout", args.drain_timeout)?;
     let certificate = args.tls.certificate().map_err(CommandError::Input)?;
     let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
-    let proof = args.proof()?;
     let (plane, discovery) = discovery(&args.discovery)?;
-    let plane = SignedPlane::new(plane, proof);
+    let plane = SignedPlane::new(plane, settings.proof.clone());
     let mut plane = if args.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());

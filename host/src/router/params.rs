@@ -6,9 +6,11 @@
 //! the decode leg also says that its rank is the one to do it.
 
 use super::fields::{FieldEdit, JsonFields};
+use crate::instance::SealedLeg;
 use kvferry_engine::core::dialect::moriio::address::embed;
 use kvferry_engine::core::message::Mode;
 use kvferry_engine::core::router::{InstancePair, LegBody, PairMember};
+use kvferry_trust::FleetProof;
 use serde::Serialize;
 use std::io::Write;
 
@@ -36,7 +38,8 @@ impl TransferUid {
     }
 }
 
-/// The object for a leg; none for a decode that has nothing to read.
+/// The object for a leg; none for a decode that has nothing to read. With a secret, native legs of
+/// decodes are sealed.
 ///
 /// # Errors
 /// A prefill answer that is no object.
@@ -44,6 +47,7 @@ pub(crate) fn write(
     body: &LegBody,
     pair: &InstancePair,
     unique: TransferUid,
+    proof: &FleetProof,
 ) -> Result<Option<String>, String> {
     let native = pair.is_native();
     match body {
@@ -54,7 +58,8 @@ pub(crate) fn write(
         LegBody::Decode { params: Some(answer), .. } => read(answer, &pair.prefill).map(Some),
         LegBody::Decode { transfer, .. } if transfer.mode == Mode::Pull && !native => Ok(None),
         LegBody::Decode { transfer, .. } => {
-            let native = native.then(|| json(transfer));
+            let native = native
+                .then(|| json(&SealedLeg::of_router(transfer.clone(), proof.secret().as_deref())));
             Ok(Some(leg(&pair.prefill, false, unique, native)))
         }
     }
@@ -66,6 +71,7 @@ fn json(leg: &impl Serialize) -> String {
 
 fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<String>) -> String {
     let mut out = Vec::with_capacity(320);
+    let (dp_rank, dp_size) = peer.told_dp();
     // Writing to a Vec does not fail.
     let _ = write!(
         out,
@@ -74,10 +80,10 @@ fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<
          \"remote_tp_size\":{},\"transfer_id\":\"{}\",\"remote_dp_rank\":{},\
          \"remote_dp_rank_override\":true",
         !to_prefill,
-        peer.dp_size,
+        dp_size,
         peer.tp,
         unique.transfer_id(),
-        peer.dp_rank
+        dp_rank
     );
     if !to_prefill {
         out.extend_from_slice(b",\"is_request_leader\":true");
@@ -92,8 +98,8 @@ fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<
 /// A decode leg that reads: the prefill's answer, with what the registration knows better.
 fn read(answer: &str, prefill: &PairMember) -> Result<String, String> {
     let fields = JsonFields::parse(answer.to_owned().into())?;
-    let [dp_size, tp, rank] =
-        [prefill.dp_size, prefill.tp, prefill.dp_rank].map(|number| number.to_string());
+    let (dp_rank, dp_size) = prefill.told_dp();
+    let [dp_size, tp, rank] = [dp_size, prefill.tp, dp_rank].map(|number| number.to_string());
     let edits = [
         ("remote_dp_size", FieldEdit::Put(&dp_size)),
         ("remote_tp_size", FieldEdit::Put(&tp)),

@@ -10,6 +10,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::verify::Verify;
 use kvferry_fabric_host::PeerTrust;
 use kvferry_scenarios::cost::StepCost;
 use kvferry_scenarios::run::{
@@ -87,7 +88,7 @@ pub(crate) struct ServeArgs {
     /// Name of the model; equal on both sides
     #[arg(long, default_value = "kvferry-tiny")]
     pub(crate) model: String,
-    /// TP ranks; peers that speak MoRIIO need 1
+    /// TP ranks; where there are peers that speak MoRIIO each takes the next port of both kinds
     #[arg(long, default_value_t = 1)]
     pub(crate) tp: u16,
     /// Layers of the model
@@ -142,6 +143,13 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true,
         default_missing_value = "true")]
     pub(crate) moriio_peers: Option<bool>,
+    /// Verify KV by digests before it is used, all of it or a sample; both sides have to
+    #[arg(long, default_value = "off", value_parser = one_of(&Verify::NAMES),
+        conflicts_with = "moriio_only")]
+    pub(crate) verify: Verify,
+    /// Speak MoRIIO and nothing else, as vLLM's own connector does.
+    #[arg(long)]
+    pub(crate) moriio_only: bool,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
@@ -173,7 +181,7 @@ impl ServeArgs {
             encrypt: self.encrypt,
             ..PeerTrust::default()
         };
-        Ok(TrustSettings { peers, moriio_peers: self.moriio_peers })
+        Ok(TrustSettings { peers, moriio_peers: self.moriio_peers, verify: self.verify })
     }
 
     /// What the arguments, or the scenario that they name, ask for.
@@ -249,6 +257,7 @@ impl ServeArgs {
             max_waiting: 4_096,
             load_failure: self.on_load_failure,
             allocator: AllocationOrder::Fifo,
+            early_percent: 12,
         }
     }
 

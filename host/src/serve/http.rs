@@ -3,7 +3,7 @@
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
 use super::openai::{CompletionRequest, CompletionResponse, failed};
-use crate::instance::{InstanceIdentity, metrics_page};
+use crate::instance::{AnsweredLeg, InstanceIdentity, metrics_page};
 use actix::Addr;
 use axum::Json;
 use axum::body::Bytes;
@@ -14,7 +14,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use futures_util::stream::{StreamExt, iter, unfold};
 use kvferry_engine::actors::MailboxSender;
-use kvferry_engine::core::ids::{EngineId, LegId, RequestId, TransferId};
+use kvferry_engine::core::ids::{EngineId, LegId, RequestId};
+use kvferry_engine::core::message::PrefillLeg;
 use kvferry_engine::core::router::{LegBody, LegFailure};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
@@ -102,7 +103,7 @@ struct InFlightRequest {
     created: u64,
     tokens: u32,
     output: u32,
-    transfer: TransferId,
+    transfer: AnsweredLeg,
     /// Whose KV it is to get.
     peer: Option<EngineId>,
 }
@@ -141,8 +142,13 @@ async fn begin(
     let leg = leg.map_err(unusable)?;
     let (sender, news) = channel(NEWS_MAX);
     let transfer = match &leg {
-        LegBody::Prefill { transfer, .. } => transfer.key.id.clone(),
-        LegBody::Decode { transfer, .. } => transfer.key.id.clone(),
+        LegBody::Prefill { transfer: PrefillLeg { key, moriio, .. }, .. } => {
+            let names_decode = moriio.as_ref().is_some_and(|moriio| moriio.peer.is_some());
+            AnsweredLeg { key: key.clone(), names_decode }
+        }
+        LegBody::Decode { transfer, .. } => {
+            AnsweredLeg { key: transfer.key.clone(), names_decode: false }
+        }
     };
     let prompt = kv_content::prompt(&tokens);
     let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
@@ -191,15 +197,8 @@ impl InFlightRequest {
                 Some(LegReply::Done(kv, blocks)) => {
                     self.guard.leg = None;
                     let params = (!blocks.is_empty()).then(|| {
-                        let params = InstanceIdentity::answer(
-                            &self.shared.own.address,
-                            &self.transfer,
-                            &blocks,
-                        );
-                        params
-                            .encode_answer()
-                            .ok()
-                            .and_then(|json| serde_json::from_slice(&json).ok())
+                        let json = self.shared.own.offer().params(&self.transfer, &blocks).ok()?;
+                        serde_json::from_str(&json).ok()
                     });
                     let answer = self.answer().whole(&kv.digest, &kv, params.flatten());
                     return Json(answer).into_response();
@@ -269,7 +268,6 @@ mod tests {
     use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
     use kvferry_engine::core::ids::Incarnation;
     use kvferry_engine::core::message::{Mode, Role};
-    use kvferry_engine::core::moriio::MoriioSettings;
     use kvferry_trust::NetworkTrust;
 
     #[derive(Parser)]
@@ -285,7 +283,11 @@ mod tests {
         let engine = super::super::engine(&plan, Incarnation(1)).expect("an engine");
         let geometry = kvferry_scenarios::geometry::geometry(&plan.model, &plan.instance);
         let rank = Backing::new(&plan, true).expect("memory").into_rank();
-        let trust = InstanceTrust { network: NetworkTrust::Loopback, moriio_peers: true };
+        let trust = InstanceTrust {
+            network: NetworkTrust::Loopback,
+            moriio_peers: true,
+            is_verifying: false,
+        };
         let (metrics, registry) = InstanceMetrics::new(Vec::new(), trust);
         let clock: Clock = Arc::new(|| Nanos(1));
         let core = CoreConfig::new(Role::Decode, "d", Incarnation(1), geometry.clone(), "".into());
@@ -294,10 +296,9 @@ mod tests {
         let host = InstanceServer::start(parts, InstanceBuilder::new(core));
         let text = "host:127.0.0.1,handshake:1,notify:2";
         let address = ZmqAddress::parse(text).expect("an address");
-        let ports = MoriioSettings::default().ports;
         Arc::new(HandlerState {
             instance: MailboxSender::new(host.address().clone(), places),
-            own: InstanceIdentity { role: Role::Decode, mode: Mode::Push, address, ports },
+            own: InstanceIdentity::open(Role::Decode, Mode::Push, address),
             model: "m".into(),
             registry,
             draining: AtomicBool::new(false),

@@ -9,6 +9,7 @@ use actix::{Addr, Context, Handler, Message};
 use kvferry_engine::actors::{
     Clock, EffectHandler, InputQueue, InstanceBuilder, InstanceDriver, MailboxSender,
 };
+use kvferry_engine::core::decode::VerifyCounters;
 use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::{EngineId, LegId, RequestId, StepId};
 use kvferry_engine::core::instance::{Instance, InstanceInput};
@@ -20,6 +21,7 @@ use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
 use kvferry_engine::core::{Machine, Outbox};
 use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
 
@@ -315,6 +317,12 @@ impl EffectHandler for InstanceServer {
         let is_there = matches!(news, RouterEvent::Registered { .. });
         self.parts.metrics.registered.set(i64::from(is_there));
         log_router(news);
+    }
+
+    fn ended(&mut self, instance: &Instance) {
+        let VerifyCounters { blocks, mismatches } = instance.verified();
+        self.parts.metrics.verified.inner().store(blocks, Ordering::Relaxed);
+        self.parts.metrics.mismatches.inner().store(mismatches, Ordering::Relaxed);
     }
 
     fn violation(&mut self, violation: &PeerViolation) {

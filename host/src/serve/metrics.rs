@@ -17,6 +17,8 @@ pub(super) struct InstanceMetrics {
     pub(super) flows: Counter,
     pub(super) violations: Counter,
     pub(super) faults: Counter,
+    pub(super) verified: Counter,
+    pub(super) mismatches: Counter,
     pub(super) open: Gauge,
     pub(super) held: Gauge,
     pub(super) registered: Gauge,
@@ -40,6 +42,12 @@ impl InstanceMetrics {
             ("flows", "Transfers that this instance moves", &metrics.flows),
             ("violations", "Frames that broke the protocol", &metrics.violations),
             ("faults", "Broken promises of the protocol core", &metrics.faults),
+            (
+                "kv_blocks_verified",
+                "Blocks of a layer that arrived as they were",
+                &metrics.verified,
+            ),
+            ("kv_mismatches", "Transfers whose KV did not", &metrics.mismatches),
         ];
         for (name, about, counter) in counters {
             registry.register(name, about, counter.clone());

@@ -77,6 +77,7 @@ async fn serve(
         host: ("--host", &args.host),
         handshake: ("--handshake-port", args.handshake_port),
         notify: ("--notify-port", args.notify_port),
+        ranks: plan.instance.tp,
     };
     let admitted = InstanceTrust::of(places.host, &trust)
         .map_err(|why| CommandError::Input(why.to_string()))?;
@@ -84,7 +85,7 @@ async fn serve(
     let port = listener.local_addr()?.port();
     let address = format!("{}:{port}", bracketed(&args.host));
     let listeners = ControlListeners::new(places, trust.peers.secret_file.as_deref(), admitted);
-    let ControlListeners { plane, handshake, notify, address: zmq } =
+    let ControlListeners { plane, handshake, notify, address: zmq, proof } =
         listeners.map_err(CommandError::Input)?;
     // Nobody will know the instance by a port that it was not given.
     let state =
@@ -103,6 +104,12 @@ async fn serve(
         mode: config.mode,
         address: zmq,
         ports: MoriioSettings::default().ports,
+        tp: plan.instance.tp,
+        control: handshake.clone(),
+        incarnation,
+        moriio_peers: admitted.moriio_peers,
+        moriio_only: args.moriio_only,
+        proof,
     };
     let instance = start(plan, config, plane, ranks, metrics.clone())?;
     let shared = Arc::new(http::HandlerState {
@@ -153,11 +160,12 @@ fn core_config(
         router: args.proxy.as_ref().map(|proxy| Endpoint(format!("tcp://{proxy}").into())),
         settings: plan.limits.protocol.clone(),
         channel: plan.limits.channel.clone(),
+        verify: args.verify,
         moriio: Some(MoriioConfig {
             address: zmq,
             layer_names: (0..plan.model.layers).map(name).collect(),
             attn_backend: "CPU_ATTN".into(),
-            settings: MoriioSettings::default(),
+            settings: MoriioSettings { only: args.moriio_only, ..MoriioSettings::default() },
             closed,
         }),
         ..CoreConfig::new(role, engine, incarnation, geometry, handshake.clone())

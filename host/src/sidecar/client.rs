@@ -4,6 +4,7 @@ use super::codec::{MessageDecoder, encode_into};
 use super::ownership;
 use super::proto::{ClientIdentity, ConnectorHello, FRAME_MAX, FromHost, ToHost, VersionRange};
 use rustix::cmsg_space;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, Shutdown, recv, recvmsg, shutdown,
@@ -128,7 +129,7 @@ impl SidecarClient {
     /// # Errors
     /// The host is gone; what it said before was taken.
     pub fn poll(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
-        self.read(RecvFlags::DONTWAIT, heard)
+        self.read(heard)
     }
 
     /// The same, after waiting for something.
@@ -142,19 +143,22 @@ impl SidecarClient {
             if left.is_zero() {
                 return Err(ErrorKind::TimedOut.into());
             }
-            self.stream.set_read_timeout(Some(left))?;
-            self.read(RecvFlags::empty(), heard)?;
+            // A time of the socket's own would be rounded up to ticks of the kernel, of up to 10 ms.
+            let left = Timespec::try_from(left).map_err(io::Error::other)?;
+            match poll(&mut [PollFd::new(&self.stream, PollFlags::IN)], Some(&left)) {
+                Ok(_) | Err(Errno::INTR) => self.read(heard)?,
+                Err(why) => return Err(why.into()),
+            }
         }
         Ok(())
     }
 
-    fn read(&mut self, mut flags: RecvFlags, heard: &mut Vec<FromHost>) -> io::Result<()> {
+    fn read(&mut self, heard: &mut Vec<FromHost>) -> io::Result<()> {
         loop {
-            let read = match self.receive(flags) {
+            let read = match self.receive() {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
                 Ok(read) => read,
                 Err(Errno::INTR) => continue,
-                // The time to wait for something has the same error.
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(why) => return Err(why.into()),
             };
@@ -163,18 +167,17 @@ impl SidecarClient {
             if read < self.chunk.len() {
                 return Ok(());
             }
-            flags = RecvFlags::DONTWAIT;
         }
     }
 
     /// Bytes that are there, into the chunk; 0 at the end.
-    fn receive(&mut self, flags: RecvFlags) -> Result<usize, Errno> {
+    fn receive(&mut self) -> Result<usize, Errno> {
         if !self.awaits_descriptor {
-            return Ok(recv(&self.stream, &mut self.chunk[..], flags)?.0);
+            return Ok(recv(&self.stream, &mut self.chunk[..], RecvFlags::DONTWAIT)?.0);
         }
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(1))];
         let mut with = RecvAncillaryBuffer::new(&mut space);
-        let flags = flags | RecvFlags::CMSG_CLOEXEC;
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let into = &mut [IoSliceMut::new(&mut self.chunk)];
         let read = recvmsg(&self.stream, into, &mut with, flags)?.bytes;
         for message in with.drain() {

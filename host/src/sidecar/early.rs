@@ -13,7 +13,7 @@ impl ConnectorSettings {
     /// The key and its value, why not, and what to do.
     pub fn try_listen(&self, ports: bool) -> Result<(), String> {
         if self.trust_of_host()?.is_some() && ports {
-            let tried = self.places(self.handshake_port, self.notify_port).check_all();
+            let tried = self.places([self.handshake_port, self.notify_port], 1).check_all();
             return tried.map_err(|why| format!("kv_connector_extra_config: {why}"));
         }
         Ok(())

@@ -1,5 +1,7 @@
 //! What the connectors of one engine are to its protocol actor, and it to them.
 
+mod late;
+
 use super::config::OperatorConfig;
 use super::last_error::LastErrorPipe;
 use super::metrics::{Scrape, SidecarMetrics};
@@ -10,7 +12,8 @@ use super::spec::{ServingEngine, ServingWorker};
 use super::start::{self, StartedEngine};
 use super::transfer_log::{KEPT, TransferLog};
 use crate::instance::{
-    InstanceIdentity, PlaneCounters, log_refusal, log_router, log_violation, metrics_text,
+    InstanceIdentity, PlaneCounters, PrefillOffer, log_refusal, log_router, log_violation,
+    metrics_text,
 };
 use actix::{AsyncContext, Handler, Message};
 use kvferry_engine::actors::{
@@ -19,11 +22,12 @@ use kvferry_engine::actors::{
 };
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::{Failure, PeerViolation};
-use kvferry_engine::core::ids::{EngineId, RequestId};
+use kvferry_engine::core::ids::{EngineId, RequestId, Role};
 use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::machine::{Gauges, Machine};
 use kvferry_engine::core::message::{
-    DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, RouterEvent, TransferJob, TransferReport,
+    DecodeAnswer, DecodeHook, DecodeLeg, PrefillAnswer, PrefillHook, PrefillLeg, RouterEvent,
+    TransferJob, TransferReport,
 };
 use kvferry_engine::core::router::LegBody;
 use prometheus_client::registry::Registry;
@@ -104,6 +108,8 @@ struct ActiveEngine {
     pending: Option<(FromHost, BTreeSet<u16>)>,
     /// Blocks held and in quarantine, as the scheduler was told.
     kept: (u32, u32),
+    /// What the answers of a prefill are made of, likewise.
+    offer: Option<Box<PrefillOffer>>,
 }
 
 pub(super) struct Gateway {
@@ -236,6 +242,8 @@ impl Gateway {
         let Some(engine) = self.engine.as_ref().filter(|engine| self.is_complete(engine)) else {
             return Ok(None);
         };
+        let oldest = self.clients.values().map(|client| client.version).min();
+        start::can_verify(engine, oldest)?;
         let started = start::start(engine, (&self.workers, &self.operator))?;
         let StartedEngine { instance, own, engine: name, incarnation, .. } = started;
         let StartedEngine { lease, tallies, worker_plans: away, memory, trust, .. } = started;
@@ -245,8 +253,11 @@ impl Gateway {
         let metrics = SidecarMetrics::new(own.role, own.mode, moved_by, (tallies, trust));
         let (engine, kept, versions) = (name, (0, 0), VersionRange::OWN);
         let ranks = away.iter().map(|plan| plan.rank).collect();
-        let pending = Some((FromHost::Ready { address, lease_ms, incarnation, versions }, ranks));
-        self.serving = Some(ActiveEngine { own, engine, records, metrics, pending, kept });
+        let offer = (own.role == Role::Prefill).then(|| Box::new(own.offer()));
+        let ready =
+            FromHost::Ready { address, lease_ms, incarnation, versions, offer: offer.clone() };
+        let pending = Some((ready, ranks));
+        self.serving = Some(ActiveEngine { own, engine, records, metrics, pending, kept, offer });
         for plan in away {
             let rank = plan.rank;
             self.send_to(
@@ -270,20 +281,21 @@ impl Gateway {
         }
     }
 
-    /// True if all its parts are there.
-    fn is_complete(&self, engine: &ServingEngine) -> bool {
-        let is_away = engine.runs_in_workers();
-        let is_there = |part| self.clients.values().any(|client| client.part == part);
-        (0..engine.tp).all(|rank| {
-            self.workers.contains_key(&rank)
-                && (!is_away || is_there(ConnectorRole::Transfer(rank)))
-        })
-    }
-
     fn tell_kept(&mut self, Gauges { held, quarantined, .. }: Gauges) {
         let Some(serving) = &mut self.serving else { return };
         if std::mem::replace(&mut serving.kept, (held, quarantined)) != (held, quarantined) {
             self.scheduler(&FromHost::Kept { held, quarantined });
+        }
+    }
+
+    /// The secret may have been changed by which the answers of a prefill are sealed.
+    fn tell_offer(&mut self) {
+        let Some(ActiveEngine { own, offer: Some(told), .. }) = &mut self.serving else { return };
+        let offer = own.offer();
+        if offer != **told {
+            **told = offer;
+            let news = FromHost::Offer(told.clone());
+            self.scheduler(&news);
         }
     }
 
@@ -344,7 +356,7 @@ impl Gateway {
 
     fn arrived(
         &mut self,
-        (request, params, tokens): (RequestId, &str, u32),
+        (request, params, (tokens, prompt_hash)): (RequestId, &str, (u32, Option<u64>)),
         is_refused: bool,
         out: &mut InputQueue<Instance>,
     ) {
@@ -352,10 +364,12 @@ impl Gateway {
         let json: Result<Box<RawValue>, _> = serde_json::from_str(params);
         let leg = json.map_err(|why| why.to_string());
         match leg.and_then(|json| own.leg(&request, Some(&json), 1)) {
-            Ok(LegBody::Prefill { transfer: leg, .. }) => {
+            Ok(LegBody::Prefill { transfer, .. }) => {
+                let leg = PrefillLeg { prompt_hash, ..transfer };
                 self.on_prefill(PrefillHook::Arrived { request, leg, tokens }, is_refused, out);
             }
-            Ok(LegBody::Decode { transfer: leg, .. }) => {
+            Ok(LegBody::Decode { transfer, .. }) => {
+                let leg = DecodeLeg { prompt_hash, ..transfer };
                 self.on_decode(DecodeHook::Arrived { request, leg, tokens }, is_refused, out);
             }
             Err(why) => {
@@ -373,8 +387,9 @@ impl Gateway {
             return;
         }
         match (message, part) {
-            (ToHost::Arrived { request, params, tokens }, _) => {
-                self.arrived((request, &params, tokens), is_refused, out);
+            (ToHost::Arrived { request, params, tokens, prompt_hash }, _) => {
+                let prompt = (tokens, prompt_hash);
+                self.arrived((request, &params, prompt), is_refused, out);
             }
             (ToHost::Prefill(hook), _) => self.on_prefill(hook, false, out),
             (ToHost::Decode(hook), _) => self.on_decode(hook, false, out),
@@ -464,6 +479,12 @@ impl EffectHandler for Gateway {
         log_violation(violation);
     }
 
+    fn speaks_moriio(&mut self, request: &RequestId) {
+        if let Some(ActiveEngine { records, .. }) = &mut self.serving {
+            records.speaks_moriio(request);
+        }
+    }
+
     fn refused(&mut self, peer: &EngineId, failure: &Failure) {
         log_refusal(peer, failure);
     }
@@ -481,13 +502,21 @@ impl Handler<ClientJoined> for GatewayActor {
         ClientJoined { client, hello, out }: ClientJoined,
         context: &mut Self::Context,
     ) {
+        let limit = match &hello.who {
+            ClientIdentity::Scheduler(engine) => Some(engine.settings.start_timeout()),
+            _ => None,
+        };
+        let mut starts = None;
         let joined = self.with_adapter(context, |site, _| {
             let gateway = &mut site.outlet;
             match gateway.join(client, hello, out.clone()) {
-                Ok(true) => gateway.serve().unwrap_or_else(|why| {
-                    gateway.refuse(&why);
-                    None
-                }),
+                Ok(true) => {
+                    starts = limit;
+                    gateway.serve().unwrap_or_else(|why| {
+                        gateway.refuse(&why);
+                        None
+                    })
+                }
                 Ok(false) => None,
                 Err(why) => {
                     tracing::warn!(why, "refused a connection");
@@ -497,12 +526,18 @@ impl Handler<ClientJoined> for GatewayActor {
                 }
             }
         });
+        if let Some(limit) = starts {
+            late::watch_start(limit, context);
+        }
         let Some(instance) = joined else { return };
         instance.install(self, context);
         self.with_adapter(context, |site, _| site.outlet.on_rank_started(None));
         context.run_interval(KEPT_EVERY, |host, context| {
             let gauges = host.adapter_and_machine().1.gauges();
-            host.with_adapter(context, |site, _| site.outlet.tell_kept(gauges));
+            host.with_adapter(context, |site, _| {
+                site.outlet.tell_kept(gauges);
+                site.outlet.tell_offer();
+            });
         });
     }
 }
@@ -550,7 +585,7 @@ impl Handler<Scrape> for GatewayActor {
         let (site, instance) = self.adapter_and_machine();
         match &site.outlet.serving {
             Some(ActiveEngine { records, metrics, .. }) => {
-                metrics.page(records.open(), &instance.gauges())
+                metrics.page(records.open(), &instance.gauges(), instance.verified())
             }
             None => metrics_text(&Registry::default()),
         }

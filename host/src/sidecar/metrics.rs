@@ -12,6 +12,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use kvferry_engine::core::decode::VerifyCounters;
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{Mode, Role, RouterEvent};
 use kvferry_engine::core::time::Nanos;
@@ -39,6 +40,11 @@ struct TransferLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DialectLabels {
+    dialect: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct FailureLabels {
     cause: String,
 }
@@ -56,6 +62,7 @@ struct InfoLabels {
 pub(super) struct SidecarMetrics {
     registry: Registry,
     transfers: Family<TransferLabels, Counter>,
+    dialects: Family<DialectLabels, Counter>,
     failures: Family<FailureLabels, Counter>,
     duration: Histogram,
     queue: Histogram,
@@ -63,6 +70,8 @@ pub(super) struct SidecarMetrics {
     held: Gauge,
     quarantined: Gauge,
     violations: Counter,
+    verified: Counter,
+    mismatches: Counter,
     registered: Gauge,
     side: (Role, Mode),
     tallies: Vec<CounterSource>,
@@ -84,6 +93,7 @@ impl SidecarMetrics {
         let mut metrics = SidecarMetrics {
             registry: Registry::with_prefix("kvferry"),
             transfers: Family::default(),
+            dialects: Family::default(),
             failures: Family::default(),
             duration: seconds(),
             queue: seconds(),
@@ -91,6 +101,8 @@ impl SidecarMetrics {
             held: Gauge::default(),
             quarantined: Gauge::default(),
             violations: Counter::default(),
+            verified: Counter::default(),
+            mismatches: Counter::default(),
             registered: Gauge::default(),
             side: (role, mode),
             moved: [0; PATHS.len()],
@@ -109,6 +121,8 @@ impl SidecarMetrics {
     ) {
         let all = &mut self.registry;
         all.register("transfers", "Transfers that ended", self.transfers.clone());
+        let about = "Transfers of a decode that were done, by what it spoke with the prefill";
+        all.register("transfers_spoken", about, self.dialects.clone());
         let about = "Transfers that failed, by cause";
         all.register("transfer_failures", about, self.failures.clone());
         let about = "From the begin of a transfer to its last byte";
@@ -122,6 +136,10 @@ impl SidecarMetrics {
         all.register("blocks_quarantined", about, self.quarantined.clone());
         let about = "Frames that broke the protocol";
         all.register("violations", about, self.violations.clone());
+        let about = "Blocks of a layer, of a rank, that arrived as the prefill had them";
+        all.register("kv_blocks_verified", about, self.verified.clone());
+        let about = "Transfers whose KV did not arrive as it was sent";
+        all.register("kv_mismatches", about, self.mismatches.clone());
         let about = "1 if the router can be reached and was sent a registration";
         all.register("router_registered", about, self.registered.clone());
         all.register_collector(Box::new(PlaneCollector::new("transfer", self.tallies.clone())));
@@ -148,12 +166,16 @@ impl SidecarMetrics {
             queued: record.queued(),
             duration: record.duration(),
             bytes: self.moved(),
+            dialect: record.dialect,
         })
     }
 
     fn count(&self, record: &TransferRecord, outcome: &TransferOutcome) {
         let (role, mode) = (self.side.0.to_string(), self.side.1.to_string());
         self.transfers.get_or_create(&TransferLabels { role, mode, outcome: outcome.name() }).inc();
+        if let (TransferOutcome::Done, Some(dialect)) = (outcome, record.dialect) {
+            self.dialects.get_or_create(&DialectLabels { dialect: dialect.name() }).inc();
+        }
         if let TransferOutcome::Failed { cause, .. } = outcome {
             self.failures.get_or_create(&FailureLabels { cause: cause.to_string() }).inc();
         }
@@ -195,12 +217,14 @@ impl SidecarMetrics {
         }
     }
 
-    pub(super) fn page(&self, open: usize, gauges: &Gauges) -> String {
+    pub(super) fn page(&self, open: usize, gauges: &Gauges, verified: VerifyCounters) -> String {
         self.open.set(open as i64);
         self.held.set(gauges.held.into());
         self.quarantined.set(gauges.quarantined.into());
         let violations = u64::from(gauges.violations);
         self.violations.inner().store(violations, Ordering::Relaxed);
+        self.verified.inner().store(verified.blocks, Ordering::Relaxed);
+        self.mismatches.inner().store(verified.mismatches, Ordering::Relaxed);
         metrics_text(&self.registry)
     }
 }

@@ -43,22 +43,23 @@ pub use payload_link::{
 };
 pub use transfer_agent::TransferAgent;
 
-use crate::instance::{FailureNotice, InstanceIdentity, incarnations};
+pub use crate::instance::PrefillOffer;
+use crate::instance::{FailureNotice, answered_leg, incarnations};
 use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals, memory, raise_open_files};
 use actix::Handler;
 use config::{OperatorConfig, SidecarConfig};
 use gateway::{DrainSidecar, Gateway};
 use kvferry_engine::actors::{Clock, MailboxSender, monotonic_clock};
-use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{Incarnation, TransferId};
+use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_fabric_host::{HugePages, MemfdPool};
 use metrics::Scrape;
 use pool_peers::PoolCores;
 use pool_settings::PayloadSettings;
+use serde_json::value::RawValue;
 use socket::{ListeningSocket, ServesClients};
 use stages::{StageActor, StageConfig, StageGateway, StageParts};
 use std::os::fd::AsRawFd;
@@ -181,17 +182,16 @@ fn params(told: &FailureNotice) -> String {
     serde_json::json!({ "kvferry": told.object() }).to_string()
 }
 
-/// `kv_transfer_params` that a prefill at `address` answers a request with, in JSON.
+/// `kv_transfer_params` that a prefill answers a request with that came with `params`, in JSON.
 ///
 /// # Errors
-/// Parameters that peers could not read.
+/// Parameters that are none, or that peers could not read.
 pub fn answer_params(
-    address: &ZmqAddress,
-    transfer: &str,
+    offer: &PrefillOffer,
+    (request, params): (&str, &str),
     blocks: Vec<Vec<u32>>,
 ) -> Result<String, String> {
     let blocks: Vec<BlockList> = blocks.into_iter().map(BlockList::new).collect();
-    let params = InstanceIdentity::answer(address, &TransferId(transfer.into()), &blocks);
-    let json = params.encode_answer().map_err(|why| why.to_string())?;
-    String::from_utf8(json).map_err(|why| why.to_string())
+    let params: &RawValue = serde_json::from_str(params).map_err(|why| why.to_string())?;
+    offer.params(&answered_leg(&request.into(), params)?, &blocks)
 }

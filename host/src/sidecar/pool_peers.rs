@@ -20,6 +20,7 @@ use kvferry_engine::core::message::{DecodeAnswer, Mode, PrefillAnswer, Role};
 use kvferry_engine::core::payload::{
     DirectoryNews, PayloadEffect, PayloadHost, PayloadInput, pool_geometry, pool_layout,
 };
+use kvferry_engine::core::verify::Verify;
 use kvferry_engine::fabric::{Endpoint, Memory, unbracketed};
 use std::collections::BTreeMap;
 
@@ -72,14 +73,18 @@ impl PoolCores {
         (file, bytes): (i32, u64),
         operator: &OperatorConfig,
     ) -> Result<PoolCores, String> {
-        let told =
-            TrustSettings { peers: operator.fabric.trust.clone(), moriio_peers: Some(false) };
+        let told = TrustSettings {
+            peers: operator.fabric.trust.clone(),
+            moriio_peers: Some(false),
+            verify: Verify::Off,
+        };
         let key = ("payload_listen", listen.host.as_str());
         let trust = InstanceTrust::of(key, &told).map_err(|why| why.to_string())?;
         let limits = operator.limits.limits()?;
         let core = |role, port| {
             let handshake = ("payload_listen", port);
-            let places = ListenAddresses { host: key, handshake, notify: ("payload_listen", 0) };
+            let notify = ("payload_listen", 0);
+            let places = ListenAddresses { host: key, handshake, notify, ranks: 1 };
             let secret = told.peers.secret_file.as_deref();
             let listeners = ControlListeners::new(places, secret, trust)?;
             instance(role, listeners, incarnation, (file, bytes, operator, &limits))

@@ -11,7 +11,7 @@
 use super::rank::RankPlan;
 use super::record::{TransferSummary, TransferTrace};
 use super::spec::{ServingEngine, ServingWorker};
-use crate::instance::{Overrides, PlaneCounters};
+use crate::instance::{Overrides, PlaneCounters, PrefillOffer};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, Incarnation, RequestId, StepId};
@@ -25,10 +25,13 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// The newest version of these messages that is spoken.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 10;
 
 /// The oldest version that is spoken.
 pub const OLDEST: u16 = 5;
+
+/// The first version that knows how KV is verified.
+pub const VERIFIES: u16 = 10;
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -82,6 +85,9 @@ impl ClientIdentity {
     /// The oldest version that has all of this, and what earlier ones lack.
     pub fn needs(&self) -> (u16, &'static str) {
         match self {
+            ClientIdentity::Scheduler(engine) if !engine.settings.verify.is_off() => {
+                (VERIFIES, "verification of KV; leave `verify` out, or")
+            }
             ClientIdentity::Scheduler(engine) if engine.settings.limits != Overrides::default() => {
                 (6, "times and limits; leave them out, or")
             }
@@ -138,6 +144,9 @@ pub enum ToHost {
         params: Arc<str>,
         /// Tokens of its prompt.
         tokens: u32,
+        /// A hash of their ids, if KV is verified.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        prompt_hash: Option<u64>,
     },
     /// Scheduler of a prefill: anything else of a request that arrived.
     Prefill(PrefillHook),
@@ -185,7 +194,13 @@ pub enum FromHost {
         /// The versions that this host speaks.
         #[serde(default = "VersionRange::unstated")]
         versions: VersionRange,
+        /// What a prefill's answers are made of; earlier hosts do not say it.
+        #[serde(default)]
+        offer: Option<Box<PrefillOffer>>,
     },
+    /// To the scheduler of a prefill: its answers are made of this from now on, because the secret
+    /// was changed.
+    Offer(Box<PrefillOffer>),
     /// To all: it is not, and why; the connection ends.
     Refused {
         /// What is wrong and what to do.

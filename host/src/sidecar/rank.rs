@@ -46,6 +46,13 @@ impl RankPlan {
         let StartedPlane { plane, meter, events } =
             self.plane.start(&self.core, self.rank, &self.host)?;
         let plane = with_faults(plane)?;
+        if !self.core.verify.is_off() && !plane.digests() {
+            return Err(format!(
+                "verify = {}: what moves the bytes of rank {} cannot digest its memory; leave `verify` \
+                 out",
+                self.core.verify, self.rank
+            ));
+        }
         let kv = (self.memory, self.layers);
         let parts = RankSetup { rank: self.rank, plane, kv, settings: self.operations };
         Ok(SidecarRank { parts, meter, events })

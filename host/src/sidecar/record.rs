@@ -33,6 +33,23 @@ impl TransferOutcome {
     }
 }
 
+/// What a decode and its prefill speak with each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SpokenDialect {
+    Native,
+    Moriio,
+}
+
+impl SpokenDialect {
+    /// Its name, for metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            SpokenDialect::Native => "native",
+            SpokenDialect::Moriio => "moriio",
+        }
+    }
+}
+
 /// A request with a leg, from its arrival until nothing more is to be said of it. Points in time
 /// count from the start of the host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -63,6 +80,9 @@ pub struct TransferRecord {
     pub blocks: u32,
     /// Bytes that all ranks moved; none where others do that.
     pub bytes: Option<u64>,
+    /// At a decode: what its leg has it speak.
+    #[serde(default)]
+    pub dialect: Option<SpokenDialect>,
 }
 
 impl TransferRecord {
@@ -87,6 +107,9 @@ pub struct TransferSummary {
     /// Bytes that the planes of all ranks moved since the last transfer ended, by path. Several
     /// transfers at a time share them: they are for sums.
     pub bytes: Vec<(Arc<str>, u64)>,
+    /// At a decode: what was spoken.
+    #[serde(default)]
+    pub dialect: Option<SpokenDialect>,
 }
 
 /// The last transfers of an engine.

@@ -5,15 +5,17 @@ use crate::instance::{ListenAddresses, PlaneConfig, TrustSettings};
 use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::verify::Verify;
 use kvferry_engine::text::nearest;
 use kvferry_fabric_host::HostConfig;
-use kvferry_fabric_mori::MoriConfig;
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 /// What moves the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +25,8 @@ pub enum TransferBackend {
     MoriRdma,
     /// MoRI over xGMI; MoRIIO calls it `xgmi`.
     MoriXgmi,
+    /// MoRI over xGMI to peers of the node, and over RDMA to others.
+    Mori,
 }
 
 /// Where the KV cache of a worker without a GPU lies.
@@ -107,7 +111,28 @@ pub struct ConnectorSettings {
     /// prove a secret there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio_peers: Option<bool>,
+    /// How long the start of the engine may take, from when its scheduler is there; 300 s unless it was
+    /// set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub start_timeout: Option<Nanos>,
+    /// How much of the KV is verified before it is used.
+    #[serde(default, skip_serializing_if = "Verify::is_off")]
+    pub verify: Verify,
+    /// Host of the engine's HTTP server, if it is not `host_ip`.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub http_ip: String,
+    /// Hand over the KV of what drafts tokens for speculative decoding, too; the connector's alone.
+    #[serde(skip, default = "yes")]
+    pub draft_kv: bool,
 }
+
+const fn yes() -> bool {
+    true
+}
+
+/// Time for the start of an engine. A rank that registers 192 GB for RDMA takes minutes where its pages are
+/// small.
+const START: Nanos = Nanos(300_000_000_000);
 
 impl Default for ConnectorSettings {
     fn default() -> Self {
@@ -134,12 +159,16 @@ impl Default for ConnectorSettings {
             encrypt: None,
             insecure_network: None,
             moriio_peers: None,
+            start_timeout: None,
+            verify: Verify::Off,
+            http_ip: String::new(),
+            draft_kv: yes(),
         }
     }
 }
 
 /// All keys that a user may give.
-const KEYS: [&str; 26] = [
+const KEYS: [&str; 30] = [
     "read_mode",
     "host_ip",
     "proxy_ip",
@@ -163,6 +192,10 @@ const KEYS: [&str; 26] = [
     "encrypt",
     "insecure_network",
     "moriio_peers",
+    "start_timeout",
+    "verify",
+    "http_ip",
+    "draft_kv",
     limits::PROTOCOL,
     limits::CHANNEL,
     limits::OPERATIONS,
@@ -174,6 +207,7 @@ impl fmt::Display for TransferBackend {
             TransferBackend::Host => "host",
             TransferBackend::MoriRdma => "mori-rdma",
             TransferBackend::MoriXgmi => "mori-xgmi",
+            TransferBackend::Mori => MoriMixedPlane::NAME,
         })
     }
 }
@@ -277,6 +311,7 @@ impl ConnectorSettings {
                     ("host", TransferBackend::Host),
                     ("mori-rdma", TransferBackend::MoriRdma),
                     ("mori-xgmi", TransferBackend::MoriXgmi),
+                    (MoriMixedPlane::NAME, TransferBackend::Mori),
                     ("rdma", TransferBackend::MoriRdma),
                     ("xgmi", TransferBackend::MoriXgmi),
                 ];
@@ -312,6 +347,10 @@ impl ConnectorSettings {
             "encrypt" => self.encrypt = Some(flag(value)?),
             "insecure_network" => self.insecure_network = Some(flag(value)?),
             "moriio_peers" => self.moriio_peers = Some(flag(value)?),
+            "start_timeout" => self.start_timeout = Some(seconds(value)?),
+            "verify" => self.verify = one_of(value, &Verify::NAMES)?,
+            "http_ip" => self.http_ip = text(value)?.into(),
+            "draft_kv" => self.draft_kv = flag(value)?,
             table if limits::TABLES.contains(&table) => self.limits.take(table, value)?,
             _ => {
                 return Err(match nearest(key, &KEYS) {
@@ -321,6 +360,11 @@ impl ConnectorSettings {
             }
         }
         Ok(())
+    }
+
+    /// How long the start of the engine may take.
+    pub fn start_timeout(&self) -> Duration {
+        Duration::from_nanos(self.start_timeout.unwrap_or(START).0)
     }
 
     /// # Errors
@@ -344,13 +388,24 @@ impl ConnectorSettings {
                 "host_ip = {host_ip:?}: peers are told it and cannot connect to it; give the address \
                  of this machine that they reach"
             ),
+            ConnectorSettings { http_ip, .. } if !http_ip.is_empty() && !is_told(http_ip) => {
+                format!("http_ip = {http_ip:?}: the router is told it and cannot connect to it")
+            }
             ConnectorSettings {
-                backend: Some(backend @ (TransferBackend::MoriRdma | TransferBackend::MoriXgmi)),
+                backend: Some(backend),
                 transfer: Some(TransferPlacement::Sidecar),
                 ..
-            } => format!(
+            } if *backend != TransferBackend::Host => format!(
                 "backend {backend} has its transfer actors in the workers, whose memory MoRI takes: \
                  leave `transfer` out, or give \"worker\""
+            ),
+            ConnectorSettings {
+                verify: verify @ (Verify::Sample | Verify::All),
+                backend: Some(backend),
+                ..
+            } if *backend != TransferBackend::Host => format!(
+                "verify = {verify}: backend {backend} cannot digest the memory of a device; leave \
+                 `verify` out"
             ),
             ConnectorSettings { num_workers: 0 | 257.., .. } => {
                 "num_workers is not from 1 to 256".into()
@@ -369,13 +424,19 @@ impl ConnectorSettings {
         Err(wrong)
     }
 
-    /// Where an engine with these ports is to listen.
-    pub(crate) fn places(&self, handshake: u16, notify: u16) -> ListenAddresses<'_> {
+    /// Where an engine with these ports and so many TP ranks is to listen.
+    pub(crate) fn places(&self, [handshake, notify]: [u16; 2], ranks: u16) -> ListenAddresses<'_> {
         ListenAddresses {
             host: ("host_ip", &self.host_ip),
             handshake: ("handshake_port", handshake),
             notify: ("notify_port", notify),
+            ranks,
         }
+    }
+
+    /// Host of the engine's HTTP server.
+    pub(super) fn http_host(&self) -> &str {
+        if self.http_ip.is_empty() { &self.host_ip } else { &self.http_ip }
     }
 
     /// What moves the bytes.
@@ -388,7 +449,7 @@ impl ConnectorSettings {
         self.transfer.unwrap_or(match self.backend() {
             TransferBackend::Host => TransferPlacement::Sidecar,
             // What one process imported from another cannot be passed on to a peer.
-            TransferBackend::MoriRdma | TransferBackend::MoriXgmi => TransferPlacement::Worker,
+            _ => TransferPlacement::Worker,
         })
     }
 
@@ -399,7 +460,7 @@ impl ConnectorSettings {
         peers.secret_file = own.or(peers.secret_file);
         peers.insecure_network = self.insecure_network.unwrap_or(peers.insecure_network);
         peers.encrypt = self.encrypt.unwrap_or(peers.encrypt);
-        TrustSettings { peers, moriio_peers: self.moriio_peers }
+        TrustSettings { peers, moriio_peers: self.moriio_peers, verify: self.verify }
     }
 
     /// The data plane of a rank; `fabric` has what a host was told of host memory.
@@ -416,20 +477,25 @@ impl ConnectorSettings {
                 config.check().map_err(wrong)?;
                 return Ok(PlaneConfig::Host(config));
             }
-            TransferBackend::MoriRdma => kvferry_fabric_mori::MoriBackend::Rdma,
-            TransferBackend::MoriXgmi => kvferry_fabric_mori::MoriBackend::Xgmi,
+            TransferBackend::MoriRdma => Some(MoriBackend::Rdma),
+            TransferBackend::MoriXgmi => Some(MoriBackend::Xgmi),
+            TransferBackend::Mori => None,
         };
         let positive = |value: Option<i32>| value.and_then(|value| u32::try_from(value).ok());
         let config = MoriConfig {
-            backend,
+            backend: backend.unwrap_or_default(),
             qp_per_transfer: positive(self.qp_per_transfer).unwrap_or(self.mori.qp_per_transfer),
             post_batch_size: positive(self.post_batch_size).unwrap_or(self.mori.post_batch_size),
             num_workers: self.num_workers.into(),
             host: self.host_ip.clone(),
             ..self.mori.clone()
         };
-        config.check().map_err(|why| wrong(format!("mori: {why}")))?;
-        PlaneConfig::mori(config, trust).map_err(wrong)
+        let (checked, make): (_, fn(_, _) -> _) = match backend {
+            Some(_) => (config.check(), PlaneConfig::mori),
+            None => (MoriMixedPlane::check(&config), PlaneConfig::mori_mixed),
+        };
+        checked.map_err(|why| wrong(format!("mori: {why}")))?;
+        make(config, trust).map_err(wrong)
     }
 
     /// Keys that were given and have no meaning for host memory.

@@ -95,12 +95,9 @@ impl ServingEngine {
         self.settings.transfer() == TransferPlacement::Worker
     }
 
-    /// Names of all layers in the order in which peers number them: by the numbers in them, then by
-    /// their text.
+    /// Names of all layers in the order in which peers number them.
     pub fn layer_names(&self) -> Vec<Arc<str>> {
-        let mut names: Vec<_> = self.groups.iter().flat_map(|group| group.layers.clone()).collect();
-        names.sort_by_cached_key(|name| (numbers(name), name.clone()));
-        names
+        numbered_layers(self.groups.iter().flat_map(|group| group.layers.clone()))
     }
 
     /// What peers are told of the KV cache.
@@ -175,6 +172,13 @@ impl KvTensor {
         let region = u16::try_from(region).map_err(|_| format!("in region {region}"))?;
         Ok(LayerLayout { region, base, shape, stride, element: self.element, slots })
     }
+}
+
+/// Layers in the order in which peers number them: by the numbers in their names, then by their text.
+pub fn numbered_layers(names: impl IntoIterator<Item = Arc<str>>) -> Vec<Arc<str>> {
+    let mut names: Vec<_> = names.into_iter().collect();
+    names.sort_by_cached_key(|name| (numbers(name), name.clone()));
+    names
 }
 
 /// The numbers in a text, in their order.

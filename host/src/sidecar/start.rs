@@ -1,6 +1,7 @@
 //! From what an engine says of itself to its protocol actors.
 
 use super::config::OperatorConfig;
+use super::proto::VERIFIES;
 use super::rank::{RankPlan, SidecarRank};
 use super::settings::{ConnectorSettings, TransferBackend, TransferPlacement};
 use super::spec::{ServingEngine, ServingWorker, WorkerRegion};
@@ -40,6 +41,19 @@ pub(super) struct StartedEngine {
     pub(super) trust: InstanceTrust,
 }
 
+/// Refuses an engine that verifies KV and has a part which would pass over what has to be done for
+/// it; `oldest` is the version of the local protocol that the oldest of them speaks.
+pub(super) fn can_verify(engine: &ServingEngine, oldest: Option<u16>) -> Result<(), String> {
+    let verify = engine.settings.verify;
+    match oldest.filter(|version| *version < VERIFIES && !verify.is_off()) {
+        None => Ok(()),
+        Some(version) => Err(format!(
+            "verify = {verify}: a part of the engine speaks version {version} of the local protocol, \
+             which cannot verify KV; install one version of kvferry for all"
+        )),
+    }
+}
+
 /// Makes the machines of an engine and their planes.
 ///
 /// # Errors
@@ -54,9 +68,10 @@ pub(super) fn start(
         tracing::warn!(key, "has no meaning for host memory");
     }
     workers.values().try_for_each(|worker| reachable(settings.backend(), worker))?;
-    let [handshake, notify] = ports(engine)?;
-    let (told, places) = (settings.trust(&operator.fabric), settings.places(handshake, notify));
-    let trust = InstanceTrust::of(places.host, &told).map_err(|why| why.to_string())?;
+    let told = settings.trust(&operator.fabric);
+    let trust =
+        InstanceTrust::of(("host_ip", &settings.host_ip), &told).map_err(|why| why.to_string())?;
+    let places = settings.places(ports(engine, trust)?, engine.tp);
     let listeners = ControlListeners::new(places, told.peers.secret_file.as_deref(), trust)?;
     let attention = workers.values().find_map(|worker| worker.attention.clone());
     // Nobody will know the engine by ports that it was not given.
@@ -83,22 +98,19 @@ pub(super) fn start(
         }
     };
     let memory = memories(settings.backend(), workers);
-    let own = InstanceIdentity {
-        role: engine.role,
-        mode: engine.mode(),
-        address: listeners.address.clone(),
-        ports: settings.moriio.ports,
-    };
+    let own = identity(engine, &listeners, (incarnation, trust));
+    let (role, mode) = (own.role, own.mode);
     tracing::info!(
         engine = &*config.engine.0,
-        role = %engine.role,
-        mode = %engine.mode(),
+        %role,
+        %mode,
         handshake = &*listeners.handshake.0,
         notify = &*listeners.notify.0,
         ranks = engine.tp,
         groups = engine.groups.len(),
         backend = %settings.backend(),
         transfer = %settings.transfer(),
+        verify = %settings.verify,
         memory,
         tcp = if told.peers.encrypt { "encrypted" } else { "plain" },
         "serving an engine"
@@ -121,9 +133,31 @@ pub(super) fn start(
     })
 }
 
-/// The ports for handshakes and notices: as in MoRIIO each DP rank takes as many as it has TP
-/// ranks.
-fn ports(engine: &ServingEngine) -> Result<[u16; 2], String> {
+/// What an engine is to its peers and to who sends it legs.
+fn identity(
+    engine: &ServingEngine,
+    listeners: &ControlListeners,
+    (incarnation, trust): (Incarnation, InstanceTrust),
+) -> InstanceIdentity {
+    // What is written for a decode that speaks MoRIIO has one group.
+    let fits = engine.mode() == Mode::Pull || engine.groups.len() == 1;
+    InstanceIdentity {
+        role: engine.role,
+        mode: engine.mode(),
+        address: listeners.address.clone(),
+        ports: engine.settings.moriio.ports,
+        tp: engine.tp,
+        control: listeners.handshake.clone(),
+        incarnation,
+        moriio_peers: trust.moriio_peers && fits,
+        moriio_only: false,
+        proof: listeners.proof.clone(),
+    }
+}
+
+/// The ports for handshakes and notices of the first TP rank: each DP rank has as many as it has TP
+/// ranks, and takes them where there are peers that speak MoRIIO.
+fn ports(engine: &ServingEngine, trust: InstanceTrust) -> Result<[u16; 2], String> {
     let ConnectorSettings { handshake_port, notify_port, .. } = engine.settings;
     let offset = engine.dp.0.checked_mul(engine.tp);
     let of_rank = |(key, port): (&str, u16)| match port {
@@ -138,7 +172,11 @@ fn ports(engine: &ServingEngine) -> Result<[u16; 2], String> {
     let apart = handshake_port.abs_diff(notify_port);
     let (ranks, tp) = (engine.dp.1, engine.tp.max(1));
     let are_given = handshake_port != 0 && notify_port != 0;
-    if are_given && apart.is_multiple_of(tp) && apart / tp < ranks {
+    let meet = match trust.moriio_peers {
+        true => apart < ranks.saturating_mul(tp),
+        false => apart.is_multiple_of(tp) && apart / tp < ranks,
+    };
+    if are_given && meet {
         return Err(format!(
             "notify_port = {notify_port}: {ranks} DP ranks of {tp} TP ranks take ports from there and \
              from handshake_port = {handshake_port}, and two take the same; put them {} apart",
@@ -159,7 +197,7 @@ fn core_config(
         let (host, port) = (&settings.proxy_ip, settings.proxy_ping_port);
         Endpoint::tcp(host, port)
     });
-    let http = format!("{}:{}", bracketed(&settings.host_ip), settings.http_port);
+    let http = format!("{}:{}", bracketed(settings.http_host()), settings.http_port);
     let (name, geometry) = (listeners.address.engine(), engine.geometry()?);
     Ok(CoreConfig {
         mode: engine.mode(),
@@ -168,6 +206,7 @@ fn core_config(
         router,
         settings: limits.protocol.clone(),
         channel: limits.channel.clone(),
+        verify: settings.verify,
         moriio: Some(MoriioConfig {
             address: listeners.address.clone(),
             layer_names: engine.layer_names(),
@@ -218,9 +257,11 @@ fn memories(backend: TransferBackend, workers: &BTreeMap<u16, ServingWorker>) ->
 fn reachable(backend: TransferBackend, worker: &ServingWorker) -> Result<(), String> {
     let mut devices = worker.regions.iter().map(|region| region.device);
     let (wrong, remedy) = match backend {
-        TransferBackend::Host => (devices.find(Option::is_some), "mori-rdma or mori-xgmi"),
+        TransferBackend::Host => (devices.find(Option::is_some), "mori-rdma, mori-xgmi or mori"),
         TransferBackend::MoriRdma => (None, ""),
-        TransferBackend::MoriXgmi => (devices.find(Option::is_none), "mori-rdma, or host"),
+        TransferBackend::MoriXgmi | TransferBackend::Mori => {
+            (devices.find(Option::is_none), "mori-rdma, or host")
+        }
     };
     match wrong {
         None => Ok(()),
@@ -287,6 +328,8 @@ mod tests {
                 Some("of the host, which backend mori-xgmi does not move"),
             ),
             (TransferBackend::MoriXgmi, Some(0), None),
+            (TransferBackend::Mori, None, Some("of the host, which backend mori does not move")),
+            (TransferBackend::Mori, Some(0), None),
         ] {
             let said = reachable(backend, &worker(device)).err();
             match (&said, remedy) {

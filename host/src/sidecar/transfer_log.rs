@@ -1,7 +1,7 @@
 //! Follows the transfers of an engine by what its gateway passes on. Knows no clock and no IO;
 //! times are handed in.
 
-use super::record::{TransferOutcome, TransferRecord};
+use super::record::{SpokenDialect, TransferOutcome, TransferRecord};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, FlowId, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
@@ -73,6 +73,7 @@ impl TransferLog {
             computed: 0,
             blocks: 0,
             bytes: self.moves().then_some(0),
+            dialect: None,
         }
     }
 
@@ -136,6 +137,9 @@ impl TransferLog {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, (&leg.key, Some(&leg.prefill)), *tokens);
+                if let Some(record) = self.open.get_mut(request) {
+                    record.dialect = Some(SpokenDialect::Native);
+                }
                 None
             }
             DecodeHook::Allocated { request, computed, blocks } => {
@@ -175,7 +179,7 @@ impl TransferLog {
         let TransferReport::Flow { flow: id, state } = report else { return };
         let Some(flow) = self.flows.get_mut(id) else { return };
         match state {
-            FlowState::Moving | FlowState::Failing(_) => return,
+            FlowState::Moving | FlowState::Failing(_) | FlowState::Digested(_) => return,
             FlowState::Done { bytes } => flow.bytes += bytes,
             FlowState::Failed(_) => {}
         }
@@ -230,6 +234,13 @@ impl TransferLog {
             DecodeAnswer::Loaded { request } => self.end(now, request, None),
             DecodeAnswer::LoadFailed { request, failure }
             | DecodeAnswer::Rejected { request, failure } => self.end(now, request, Some(failure)),
+        }
+    }
+
+    /// The prefill of a decode's request does not speak the native dialect.
+    pub(super) fn speaks_moriio(&mut self, request: &RequestId) {
+        if let Some(record) = self.open.get_mut(request) {
+            record.dialect = Some(SpokenDialect::Moriio);
         }
     }
 
@@ -325,7 +336,17 @@ mod tests {
         match mode {
             Mode::Push => {
                 let (source, reader, blocks) = (SourceId(1), Some("other".into()), local);
-                TransferJob::Write { flow, request, reader, source, peer, from, tokens, blocks }
+                TransferJob::Write {
+                    flow,
+                    request,
+                    reader,
+                    source,
+                    peer,
+                    from,
+                    tokens,
+                    blocks,
+                    verify: None,
+                }
             }
             Mode::Pull => TransferJob::Read {
                 flow,

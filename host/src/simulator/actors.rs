@@ -13,7 +13,7 @@ use kvferry_engine::actors::{
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
 use kvferry_engine::core::error::{Failure, PeerViolation};
-use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::ids::{EngineId, RequestId};
 use kvferry_engine::core::instance::{Instance, InstanceInput, InstancePart};
 use kvferry_engine::core::message::{
     DecodeAnswer, PrefillAnswer, RouterEvent, TransferJob, TransferReport as Said,
@@ -325,6 +325,12 @@ impl EffectHandler for SimulatedEffectHandler {
             MachineId::Prefill(_) => MachineEffect::Prefill(PrefillEffect::Violation(violation)),
             _ => MachineEffect::Decode(DecodeEffect::Violation(violation)),
         });
+    }
+
+    fn speaks_moriio(&mut self, request: &RequestId) {
+        // Prefills ask nobody.
+        let request = request.clone();
+        self.tell(MachineEffect::Decode(DecodeEffect::SpeaksMoriio { request }));
     }
 
     fn refused(&mut self, peer: &EngineId, failure: &Failure) {

@@ -92,11 +92,12 @@ const EXCEPTIONS: [Exception; 16] = exceptions! {
         Some(("engine/src/conformance/data_shutdown.rs", "peer_death_fails_operations")),
 };
 
-/// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes.
+/// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes, where KV is
+/// verified.
 fn native(seen: &mut SeenInputs, mode: &str) {
     let fleet = TestCluster::new(&[]);
-    let p = fleet.serve("prefill", mode, &["--set", PATIENT]);
-    let mut d = fleet.serve("decode", mode, &["--set", PATIENT]);
+    let p = fleet.serve("prefill", mode, &["--set", PATIENT, "--verify", "all"]);
+    let mut d = fleet.serve("decode", mode, &["--set", PATIENT, "--verify", "all"]);
     fleet.ready(2);
     assert_eq!(fleet.ask(1, &[]).0, 200);
     assert_eq!(fleet.ask(2, &[("stream", json!(true))]).0, 200);
@@ -147,7 +148,8 @@ fn moriio(seen: &mut SeenInputs, mode: Mode) {
     let fleet = TestCluster::new(&[]);
     let name = mode.to_string();
     let [p, d] = ["prefill", "decode"]
-        .map(|role| ServeProcess::serve(&["--role", role, "--mode", &name, "--set", PATIENT]));
+        .map(|role| ["--role", role, "--mode", &name, "--set", PATIENT, "--moriio-only"])
+        .map(|args| ServeProcess::serve(&args));
     let one = NonZeroU16::MIN;
     let hearts = [(&p, Role::Prefill), (&d, Role::Decode)].map(|(process, role)| {
         let zmq = ZmqAddress::parse(&process.address(false)).expect("an address");

@@ -3,6 +3,7 @@
 use crate::fleet::{FleetHeartbeat, TestCluster, answering};
 use crate::process::ServeProcess;
 use crate::seen::{SeenInputs, read, seen_now, until};
+use kvferry_engine::core::dialect::moriio::notify::write_failed;
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame, MessageKind};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::message::{Mode, Registration, Role};
@@ -130,7 +131,8 @@ pub(crate) fn strangers(seen: &mut SeenInputs) {
     let (hello, welcome) = (begun(MessageKind::Hello), begun(MessageKind::Welcome));
     for (role, own) in [
         ("prefill", vec![("Refuse", refuse), ("Welcome", welcome)]),
-        ("decode", vec![("Hello", hello)]),
+        // As a prefill of vLLM 0.33.0 that does not write.
+        ("decode", vec![("Hello", hello), ("MoriioFailed", write_failed(&"t".into()))]),
     ] {
         let process = ServeProcess::serve(&["--role", role, "--mode", "push"]);
         let at = process.text("handshake").trim_start_matches("tcp://");

@@ -17,7 +17,8 @@ const SHIM: &str = "KVFERRY_MORI_SHIM";
 const A_WHILE: Duration = Duration::from_millis(50);
 
 /// Runs a test of this program again, where MoRI is to be found: that is told by the environment,
-/// which a process with threads cannot change. None in that process.
+/// which a process with threads cannot change. None in that process. Who listens at 127.0.0.2 is
+/// of another node there.
 fn elsewhere(test: &str, faults: &str) -> Option<Output> {
     if std::env::var_os(SHIM).is_some() {
         return None;
@@ -27,6 +28,7 @@ fn elsewhere(test: &str, faults: &str) -> Option<Output> {
         .env(SHIM, INSTALLS[1].shim)
         .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
         .env("MORI_DOUBLE_FAULTS", faults)
+        .env("MORI_DOUBLE_NODES", "127.0.0.2=elsewhere")
         .output();
     Some(output.expect("it runs"))
 }
@@ -145,6 +147,56 @@ fn what_failed_on_the_gpu_is_not_handed_over() {
     assert!(matches!(failed, FromHost::Decode(DecodeAnswer::LoadFailed { .. })), "{failed:?}");
     assert!(!has_landed(&mut d, 0) && !has_landed(&mut d, 1));
     events.free(second);
+}
+
+/// The paths by which a prefill with both backends, and a decode with `backend` at an address, move
+/// a prompt, and the bytes of each.
+fn paths(mode: Mode, at: &str, backend: TransferBackend) -> Vec<(String, u64)> {
+    let hosts = ["p", "d"]
+        .map(|role| SidecarProcess::start(&format!("paths-{mode}-{at}-{backend}-{role}")));
+    let rig = |host, role, host_ip: &str, backend| {
+        let mut engine = engine(role, mode, InWorker);
+        (engine.settings.host_ip, engine.settings.backend) = (host_ip.into(), Some(backend));
+        // As long as nothing takes.
+        (engine.settings.mori.open_ms, engine.settings.mori.operation_ms) = (600_000, 600_000);
+        SidecarFixture::of(host, engine)
+    };
+    let mut p = rig(&hosts[0], Role::Prefill, "127.0.0.1", TransferBackend::Mori);
+    let mut d = rig(&hosts[1], Role::Decode, at, backend);
+    let (of_p, of_d) = transfer(&mut p, &mut d, mode);
+    let ended = if mode == Mode::Push { of_p } else { of_d };
+    ended.iter().flat_map(|it| &it.bytes).map(|(path, bytes)| (path.to_string(), *bytes)).collect()
+}
+
+#[test]
+fn peers_of_the_node_are_reached_by_xgmi_and_others_by_rdma() {
+    const TEST: &str = "device::peers_of_the_node_are_reached_by_xgmi_and_others_by_rdma";
+    let Some(output) = elsewhere(TEST, "") else {
+        for mode in [Mode::Push, Mode::Pull] {
+            for (at, backend, path) in [
+                ("127.0.0.1", TransferBackend::Mori, "mori-xgmi"),
+                ("127.0.0.2", TransferBackend::Mori, "mori-rdma"),
+                ("127.0.0.1", TransferBackend::MoriRdma, "mori-rdma"),
+            ] {
+                let expected = vec![(path.to_owned(), 2 * LAYERS.len() as u64 * BLOCK)];
+                assert_eq!(paths(mode, at, backend), expected, "{mode} {at} {backend}");
+            }
+        }
+        return;
+    };
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    for (path, why) in [
+        ("mori-xgmi", "it is of this node"),
+        ("mori-rdma", "it is of another node"),
+        ("mori-rdma", "it has RDMA alone"),
+    ] {
+        let line = |line: &&str| {
+            let has = |part: &str| line.contains(part);
+            has("what moves KV to and from a peer") && has(&format!("path={path}")) && has(why)
+        };
+        assert!(said.lines().any(|it| line(&it)), "no line of {path} since {why} in {said}");
+    }
 }
 
 #[test]

@@ -123,7 +123,7 @@ fn parameters_that_cannot_be_used_cost_their_request_only() {
     let host = SidecarProcess::start("params");
     let mut rig = SidecarFixture::start(&host, Role::Decode, Mode::Push);
     let (request, params) = ("r".into(), r#"{"do_remote_prefill": true}"#.into());
-    rig.tell(&ToHost::Arrived { request, params, tokens: 1 });
+    rig.tell(&ToHost::Arrived { request, params, tokens: 1, prompt_hash: None });
     let mut ended = Vec::new();
     let answer = next(&mut rig.scheduler, |message| is_stats(message, &mut ended));
     let FromHost::Unusable { request, why } = answer else { panic!("{answer:?}") };
@@ -275,4 +275,18 @@ fn a_router_is_told_that_a_host_ends() {
     assert!(Command::new("kill").arg(pid).status().expect("kill runs").success());
     while !drains() {}
     assert_eq!(host.child.wait().expect("a child").code(), Some(0));
+}
+
+#[test]
+fn an_engine_without_one_of_its_ranks_is_told_which() {
+    let host = SidecarProcess::start("late-rank");
+    let mut engine = engine(Role::Prefill, Mode::Push, Sidecar);
+    engine.tp = 2;
+    engine.settings.start_timeout = Some(kvferry_engine::core::Nanos(50_000_000));
+    let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
+    let _worker = host.connect(ClientIdentity::Worker(Box::new(worker(&pool, 32))));
+    let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine)));
+    let FromHost::Refused { why } = next(&mut scheduler, |_| false) else { panic!() };
+    assert!(why.contains("TP rank 1: vLLM has told of no KV cache yet"), "{why}");
+    assert!(why.contains("start_timeout"), "{why}");
 }

@@ -124,7 +124,9 @@ impl SidecarFixture {
         let (transfer, groups) = (engine.settings.transfer(), engine.groups.len());
         let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
         let rows = engine.groups[0].block_tokens.into();
-        let device = (engine.settings.backend() == TransferBackend::MoriXgmi).then_some(0);
+        // The stand-in takes it for that of a GPU, which both of these need.
+        let of_gpu = [TransferBackend::MoriXgmi, TransferBackend::Mori];
+        let device = of_gpu.contains(&engine.settings.backend()).then_some(0);
         let worker = worker_at(&pool, rows, device);
         let mut worker = host.connect(ClientIdentity::Worker(Box::new(worker)));
         let mut scheduler = host.connect(ClientIdentity::Scheduler(Box::new(engine)));
@@ -151,7 +153,12 @@ impl SidecarFixture {
 
 pub(crate) fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) -> ToHost {
     let params = serde_json::json!({ wanted: true, "kvferry": leg });
-    ToHost::Arrived { request: request.into(), params: params.to_string().into(), tokens: 40 }
+    ToHost::Arrived {
+        request: request.into(),
+        params: params.to_string().into(),
+        tokens: 40,
+        prompt_hash: None,
+    }
 }
 
 /// True for what is only told for metrics; transfers that ended are kept.

@@ -1,8 +1,8 @@
-//! Connectors and hosts of the version before, as they were recorded with each other.
+//! Connectors and hosts of earlier versions, as they were recorded with each other.
 
 use crate::rig::*;
 use kvferry::sidecar::SidecarClient;
-use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost, VERSION};
 use kvferry::sidecar::spec::ServingEngine;
 use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, FinishReason, Mode, Role};
 use kvferry_fabric_host::{HugePages, MemfdPool};
@@ -15,9 +15,19 @@ use std::thread::{self, JoinHandle};
 
 /// Lines of who spoke, `>` to the host or `<` from it, and the frame in hex. A decode with one
 /// worker, whose memory nobody touches: two requests that cannot be served, and an onlooker.
-const CONVERSATION: &str = include_str!("../fixtures/embed/conversation-v5.txt");
+const VERSION_5: &str = include_str!("../fixtures/embed/conversation-v5.txt");
 
-fn frames() -> Vec<(&'static str, bool, Vec<u8>)> {
+/// The same of the version before this one.
+const VERSION_9: &str = include_str!("../fixtures/embed/conversation-v9.txt");
+
+const BEFORE: u16 = 9;
+
+#[test]
+fn the_version_before_is_recorded() {
+    assert_eq!(BEFORE + 1, VERSION, "record a conversation of version {}", VERSION - 1);
+}
+
+fn frames(conversation: &'static str) -> Vec<(&'static str, bool, Vec<u8>)> {
     let frame = |line: &'static str| {
         let mut words = line.split(' ');
         let (who, way, hex) = (words.next(), words.next(), words.next().expect("three words"));
@@ -25,7 +35,7 @@ fn frames() -> Vec<(&'static str, bool, Vec<u8>)> {
         let bytes = (0..hex.len()).step_by(2).map(byte).collect();
         (who.expect("three words"), way == Some(">"), bytes)
     };
-    CONVERSATION.lines().map(frame).collect()
+    conversation.lines().map(frame).collect()
 }
 
 fn receive(stream: &mut UnixStream) -> Vec<u8> {
@@ -60,12 +70,11 @@ fn gist(answer: &FromHost) -> String {
     }
 }
 
-#[test]
-fn a_connector_of_version_5_is_served_as_it_was() {
-    let host = SidecarProcess::start("version-5");
+fn is_served_as_it_was(name: &str, conversation: &'static str) {
+    let host = SidecarProcess::start(name);
     let mut streams: BTreeMap<&str, UnixStream> = BTreeMap::new();
     let (mut said, mut heard) = (0, 0);
-    for (who, is_said, frame) in frames() {
+    for (who, is_said, frame) in frames(conversation) {
         let stream = streams.entry(who).or_insert_with(|| {
             let stream = UnixStream::connect(&host.socket).expect("the host listens");
             stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
@@ -84,15 +93,29 @@ fn a_connector_of_version_5_is_served_as_it_was() {
     assert!(said >= 6 && heard >= 6, "{said} {heard}");
 }
 
-/// A host of version 5: says to one after the other who connects what was said to `parts`, each
-/// frame after as many as were heard before it, until so many were said and heard.
-fn old_host(name: &str, parts: &'static [(&'static str, usize)]) -> (PathBuf, JoinHandle<()>) {
+#[test]
+fn a_connector_of_version_5_is_served_as_it_was() {
+    is_served_as_it_was("version-5", VERSION_5);
+}
+
+#[test]
+fn a_connector_of_the_version_before_is_served_as_it_was() {
+    is_served_as_it_was("version-before", VERSION_9);
+}
+
+/// A host of an earlier version: says to one after the other who connects what was said to `parts`,
+/// each frame after as many as were heard before it, until so many were said and heard.
+fn old_host(
+    name: &str,
+    conversation: &'static str,
+    parts: &'static [(&'static str, usize)],
+) -> (PathBuf, JoinHandle<()>) {
     let socket = place(name);
     let listener = UnixListener::bind(&socket).expect("the path is free");
     let play = move || {
         for (part, number) in parts {
             let (mut stream, _) = listener.accept().expect("a connector");
-            let frames = frames().into_iter().filter(|(who, ..)| who == part);
+            let frames = frames(conversation).into_iter().filter(|(who, ..)| who == part);
             for (_, is_heard, frame) in frames.take(*number) {
                 if is_heard {
                     receive(&mut stream);
@@ -115,13 +138,13 @@ fn without_limits() -> ServingEngine {
     engine
 }
 
-#[test]
-fn a_host_of_version_5_serves_a_connector_of_today() {
-    let (socket, host) =
-        old_host("host-of-version-5", &[("worker", 2), ("scheduler", 9), ("observer", 2)]);
+fn serves_a_connector_of_today(name: &str, conversation: &'static str) {
+    let parts = &[("worker", 2), ("scheduler", 9), ("observer", 2)];
+    let (socket, host) = old_host(name, conversation, parts);
     let then = |who: &str| {
-        let frames =
-            frames().into_iter().filter(move |(part, is_said, _)| *part == who && !is_said);
+        let frames = frames(conversation)
+            .into_iter()
+            .filter(move |(part, is_said, _)| *part == who && !is_said);
         frames.map(|(_, _, frame)| gist(&answer(&frame))).collect::<Vec<_>>()
     };
     let heard = |link: &mut SidecarClient, number: usize| {
@@ -140,7 +163,9 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
     let mut said = heard(&mut scheduler, 1);
     for request in ["r", "d-1"] {
         let (request, params) = (request.into(), "{}".into());
-        scheduler.send(&ToHost::Arrived { request, params, tokens: 40 }).expect("the host hears");
+        scheduler
+            .send(&ToHost::Arrived { request, params, tokens: 40, prompt_hash: None })
+            .expect("the host hears");
         said.extend(heard(&mut scheduler, 2));
     }
     assert_eq!(said, then("scheduler"));
@@ -153,8 +178,19 @@ fn a_host_of_version_5_serves_a_connector_of_today() {
 }
 
 #[test]
+fn a_host_of_version_5_serves_a_connector_of_today() {
+    serves_a_connector_of_today("host-of-version-5", VERSION_5);
+}
+
+#[test]
+fn a_host_of_the_version_before_serves_a_connector_of_today() {
+    serves_a_connector_of_today("host-of-the-version-before", VERSION_9);
+}
+
+#[test]
 fn what_a_host_of_version_5_does_not_know_is_not_asked_of_it() {
-    let (socket, host) = old_host("limits-of-version-5", &[("worker", 2), ("scheduler", 2)]);
+    let parts = &[("worker", 2), ("scheduler", 2)];
+    let (socket, host) = old_host("limits-of-version-5", VERSION_5, parts);
     let pool = MemfdPool::new(2 * BLOCKS * BLOCK, HugePages::No).expect("some memory");
     let _worker = link(&socket, ClientIdentity::Worker(Box::new(worker(&pool, 32))));
     let engine = engine(Role::Decode, Mode::Pull, Sidecar);

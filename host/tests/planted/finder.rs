@@ -12,8 +12,16 @@ use std::process::Command;
 const CHUNK: u64 = 25;
 
 /// Targets with tests of the engine that find bugs, as `./test --planted` builds them.
-const TARGETS: [&str; 7] =
-    ["layout", "pair", "payload", "payload_hosts", "peers", "peers_hello", "router"];
+const TARGETS: [&str; 8] = [
+    "layout",
+    "moriio_peers",
+    "pair",
+    "payload",
+    "payload_hosts",
+    "peers",
+    "peers_hello",
+    "router",
+];
 
 #[derive(Debug, Deserialize, PartialEq, Eq, PartialOrd, Ord)]
 #[serde(untagged, deny_unknown_fields)]

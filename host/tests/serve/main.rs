@@ -1,5 +1,6 @@
 //! `kvferry serve`: pairs of real processes, with the test in the router's place.
 
+mod carried;
 mod process;
 
 use process::ServeProcess;
@@ -20,16 +21,37 @@ struct ServePair {
     mode: &'static str,
     native: bool,
     next: u32,
+    /// TP ranks of prefill and decode, as legs tell the other one.
+    tp: [u16; 2],
+}
+
+/// Two that speak the native dialect find out that they do, whatever their legs say.
+fn only(native: bool) -> &'static [&'static str] {
+    if native { &[] } else { &["--moriio-only"] }
 }
 
 impl ServePair {
     fn start(mode: &'static str, native: bool, more: &[&str]) -> ServePair {
         let start = |role| {
             let mut args = vec!["--role", role, "--mode", mode, "--set", PATIENT];
+            args.extend_from_slice(only(native));
             args.extend_from_slice(more);
             ServeProcess::serve(&args)
         };
-        ServePair { prefill: start("prefill"), decode: start("decode"), mode, native, next: 0 }
+        let (prefill, decode) = (start("prefill"), start("decode"));
+        ServePair { prefill, decode, mode, native, next: 0, tp: [1, 1] }
+    }
+
+    /// One of so many TP ranks each, with other arguments of either.
+    fn of_ranks(mode: &'static str, native: bool, tp: [u16; 2], more: [&[&str]; 2]) -> ServePair {
+        let start = |role, tp: u16, more: &[&str]| {
+            let tp = tp.to_string();
+            let args = ["--role", role, "--mode", mode, "--set", PATIENT, "--tp", &tp];
+            ServeProcess::serve(&[&args, only(native), more].concat())
+        };
+        let prefill = start("prefill", tp[0], more[0]);
+        let decode = start("decode", tp[1], more[1]);
+        ServePair { prefill, decode, mode, native, next: 0, tp }
     }
 
     /// The request id that a router would make, and the transfer.
@@ -46,7 +68,8 @@ impl ServePair {
             json!({
                 "do_remote_decode": prefill, "do_remote_prefill": !prefill,
                 "remote_engine_id": null, "remote_block_ids": null,
-                "transfer_id": transfer, "remote_dp_size": 1, "remote_tp_size": 1,
+                "transfer_id": transfer, "remote_dp_size": 1,
+                "remote_tp_size": self.tp[usize::from(prefill)],
             })
         };
         let body = |prefill, max_tokens| {
@@ -160,17 +183,42 @@ fn pull_between_private_memories() {
 
 #[test]
 fn ranks_and_layouts_may_differ() {
-    let start = |role, more: &[&str]| {
-        let mut args = vec!["--role", role, "--mode", "pull", "--set", PATIENT];
-        args.extend_from_slice(more);
-        ServeProcess::serve(&args)
-    };
-    let prefill = start("prefill", &["--tp", "2", "--layout", "head-split"]);
-    let decode = start("decode", &["--tp", "8", "--block-tokens", "16", "--blocks", "1024"]);
-    let mut pair = ServePair { prefill, decode, mode: "pull", native: true, next: 0 };
+    let others: [&[&str]; 2] =
+        [&["--layout", "head-split"], &["--block-tokens", "16", "--blocks", "1024"]];
+    let mut pair = ServePair::of_ranks("pull", true, [2, 8], others);
     let (prefill, decode) = pair.request(&prompt(333, 1));
     assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
     assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
+}
+
+#[test]
+fn ranks_and_order_of_heads_may_differ_over_moriio() {
+    let (block, token): (&[&str], &[&str]) = (&["--layout", "block"], &["--layout", "token"]);
+    for mode in ["push", "pull"] {
+        for (tp, layouts) in [
+            ([2, 2], [block, block]),
+            ([1, 2], [token, block]),
+            ([4, 2], [block, token]),
+            ([2, 8], [token, token]),
+        ] {
+            // A decode wants the word of each writer of a rank by a link of its own, as of vLLM, where
+            // each is a process. One of ours that speaks for all is known as such only where it
+            // says that it is native.
+            if mode == "push" && tp[0] > tp[1] {
+                continue;
+            }
+            let mut pair = ServePair::of_ranks(mode, false, tp, layouts);
+            for (seed, len) in [(1, 333), (2, 32), (3, 7)] {
+                let (prefill, decode) = pair.request(&prompt(len, seed));
+                assert_eq!(decode["kvferry"]["source"], "transferred", "{tp:?} {decode}");
+                assert_eq!(decode["kvferry"]["digest"], prefill["kvferry"]["expected"]);
+            }
+            for process in [&pair.prefill, &pair.decode] {
+                assert_eq!(metric(process, "kvferry_violations_total"), 0, "{tp:?}");
+                assert_eq!(metric(process, "kvferry_faults_total"), 0, "{tp:?}");
+            }
+        }
+    }
 }
 
 /// The file of a fleet's secret.
@@ -204,18 +252,18 @@ fn moriio_peers_are_served_where_there_are_some_and_native_ones_everywhere() {
     let start = |role, more: &[&str]| {
         ServeProcess::serve(&[&["--role", role, "--mode", "push", "--set", PATIENT], more].concat())
     };
-    // One side has no such peers: the leg of either fails with why.
+    // A decode that has no such peers takes no leg in their form; a prefill takes it, for a native
+    // decode.
     for (more_p, more_d) in [(closed, &[][..]), (&[], closed)] {
         let (prefill, decode) = (start("prefill", more_p), start("decode", more_d));
-        let mut pair = ServePair { prefill, decode, mode: "push", native: false, next: 0 };
-        let (id, to_prefill, to_decode) = pair.legs(&prompt(40, 1));
-        let path = "/v1/completions";
-        let (status, body) = pair.decode.post(path, &id, &to_decode);
-        assert_eq!(status, 500, "{body}");
-        assert!(body.contains("moriio_peers"), "{body}");
-        assert_eq!(body.contains("the peer says"), more_d.is_empty(), "{body}");
+        let mut pair =
+            ServePair { prefill, decode, mode: "push", native: false, next: 0, tp: [1; 2] };
         if more_d.is_empty() {
-            let (status, body) = pair.prefill.post(path, &id, &to_prefill);
+            let (_, decode) = pair.request(&prompt(40, 1));
+            assert_eq!(decode["kvferry"]["source"], "transferred", "{decode}");
+        } else {
+            let (id, _, to_decode) = pair.legs(&prompt(40, 1));
+            let (status, body) = pair.decode.post("/v1/completions", &id, &to_decode);
             assert_eq!(status, 500, "{body}");
             assert!(body.contains("moriio_peers"), "{body}");
         }
@@ -239,7 +287,8 @@ fn who_has_another_secret_or_none_is_told_why() {
         };
         let prefill = start("prefill", &["--secret-file", &ours]);
         let decode = start("decode", decode);
-        let mut pair = ServePair { prefill, decode, mode: "push", native: true, next: 0 };
+        let mut pair =
+            ServePair { prefill, decode, mode: "push", native: true, next: 0, tp: [1; 2] };
         let (id, _, leg) = pair.legs(&prompt(40, 1));
         let (status, body) = pair.decode.post("/v1/completions", &id, &leg);
         assert_eq!(status, 500, "{body}");

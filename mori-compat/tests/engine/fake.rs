@@ -19,6 +19,13 @@ pub(crate) struct Seen {
     /// Answers a quiesce by itself, without a word to the waker.
     pub(crate) quiet_at_once: bool,
     pub(crate) refuse_open: Option<FabricError>,
+    /// Every session that was asked for, and its peer.
+    pub(crate) opened: Vec<(SessionId, PeerId)>,
+    /// Own operations use the memory.
+    pub(crate) busy: bool,
+    /// How often it was to be deregistered, and which is.
+    pub(crate) asked: usize,
+    pub(crate) deregistered: Vec<RegionId>,
     events: Vec<DataEvent>,
     waker: Option<Waker>,
 }
@@ -114,7 +121,13 @@ impl DataPlane for Fake {
         Ok(())
     }
 
-    fn deregister(&mut self, _region: RegionId) -> Result<(), Refused> {
+    fn deregister(&mut self, region: RegionId) -> Result<(), Refused> {
+        let mut seen = self.hand.seen();
+        seen.asked += 1;
+        if seen.busy {
+            return Err(Refused::Busy);
+        }
+        seen.deregistered.push(region);
         Ok(())
     }
 
@@ -132,9 +145,10 @@ impl DataPlane for Fake {
         &mut self,
         session: SessionId,
         _local: RegionId,
-        _peer: PeerId,
+        peer: PeerId,
         _remote: &RegionDesc,
     ) -> Result<(), Refused> {
+        self.hand.seen().opened.push((session, peer));
         let result = self.hand.seen().refuse_open.clone().map_or(Ok(()), Err);
         self.hand.tell(DataEvent::Opened { session, result });
         Ok(())

@@ -2,6 +2,7 @@
 
 mod fake;
 mod faults;
+mod requests;
 
 use fake::{Fake, Hand, address, region, until};
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, FabricError, Landed, OwnMemory};

@@ -1,4 +1,4 @@
-"""What vLLM's MoRIIOConnector calls of `torch.cuda` also where there is no CUDA device."""
+"""What connectors for MoRI call of PyTorch also where there is no CUDA device."""
 
 
 class Stream:
@@ -30,3 +30,10 @@ def stand_in(torch) -> None:
         return
     torch.cuda.Event = Event
     torch.cuda.current_stream = lambda device=None: Stream()
+
+
+def unpinned(torch) -> None:
+    """Has `Tensor.pin_memory` return the tensor itself, unless there is a device: no driver could pin
+    it, and none reads it."""
+    if not torch.cuda.is_available():
+        torch.Tensor.pin_memory = lambda tensor, *_args, **_kwargs: tensor

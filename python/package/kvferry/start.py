@@ -1,20 +1,29 @@
-"""The host beside a process: where its socket is, and how it is started."""
+"""The host beside a process: where its socket is, how it is started and how it is ended."""
 
+import contextlib
 import os
 import select
+import signal
+import socket as sockets
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from kvferry._native import socket_folder
+from kvferry.log import logger_of
+
+logger = logger_of(__name__)
 
 # Time for a host to start.
 START_S = 60
+
+# Time for a host whose engine has left to end by itself.
+EXIT_S = 1
 
 # One that is started beside another one ends, and that one may end meanwhile, too.
 STARTS_MAX = 2
@@ -42,7 +51,7 @@ def socket_at(name: str) -> Path:
     return folder / f"{name}.sock"
 
 
-@contextmanager
+@contextlib.contextmanager
 def unbound():
     """What is started in it, with the environment that it gives, runs wherever this server may. vLLM binds a worker to
     the cores that it computes on: whatever the worker starts would be bound to them as well, and wait for them."""
@@ -77,6 +86,48 @@ class _Started:
 
     def close(self) -> None:
         os.close(self.alive)
+
+
+class HostProcess:
+    """The process at the other end of a connection, to be ended: what it moves for an engine that has given
+    it up lands in blocks that are used for something else, or comes out of them."""
+
+    def __init__(self, connection: int):
+        """Raises ConnectionError if the process cannot be seen."""
+        with sockets.socket(fileno=os.dup(connection)) as open_:
+            said = open_.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid = struct.unpack("3i", said)[0]
+        if self.pid == 0:
+            raise ConnectionError(
+                "the kvferry host is in another PID namespace, where this engine cannot end it if it stands"
+                " still: run both in one"
+            )
+        try:
+            self._process = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self._process = None
+        except OSError as why:
+            said = f"the end of the kvferry host cannot be waited for: pidfd_open: {why}"
+            raise ConnectionError(said) from why
+
+    def end(self) -> None:
+        """Returns when the process has ended. One that does not by itself, as a host does whose engine has
+        left, is killed."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        try:
+            if ended.poll(EXIT_S * 1000):
+                return
+            logger.error("the kvferry host does not end by itself: process %d is killed", self.pid)
+            # It may have ended meanwhile.
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            ended.poll()
+        finally:
+            os.close(process)
 
 
 def connect(

@@ -68,6 +68,12 @@ class Peer:
         self.child.stdin.flush()
         return bytes.fromhex(self.child.stdout.readline())
 
+    def deregister(self) -> bytes:
+        """Deregisters its buffer; tells what is in it then."""
+        self.child.stdin.write("deregister\n")
+        self.child.stdin.flush()
+        return bytes.fromhex(self.child.stdout.readline())
+
     def stop(self) -> None:
         self.child.kill()
         self.child.wait()

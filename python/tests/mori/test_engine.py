@@ -7,7 +7,7 @@ import types
 
 import pytest
 from conftest import Buffer, engine
-from kvferry.cuda import Event, Stream, stand_in
+from kvferry.cuda import Event, Stream, stand_in, unpinned
 from mori.io import BackendType, EngineDesc, IOEngine, IOEngineConfig, MemoryDesc
 from mori.io import MemoryLocationType, PollCqMode, RdmaBackendConfig, XgmiBackendConfig
 
@@ -73,7 +73,9 @@ def torch(cuda: bool, at: int = 0):
     """With or without a device; what it allocates lies `at` bytes behind a page."""
     tensor = types.SimpleNamespace(data_ptr=lambda: (1 << 40) + at)
     available = types.SimpleNamespace(is_available=lambda: cuda)
-    return types.SimpleNamespace(cuda=available, int8=None, empty=lambda *_, **__: tensor)
+    made = types.SimpleNamespace(cuda=available, int8=None, empty=lambda *_, **__: tensor)
+    made.Tensor = type("Tensor", (), {})
+    return made
 
 
 def test_cuda_has_placeholders_only_without_a_device():
@@ -87,8 +89,18 @@ def test_cuda_has_placeholders_only_without_a_device():
     assert not hasattr(with_device.cuda, "Event")
 
 
+def test_memory_is_pinned_only_for_a_device():
+    without, with_device = torch(False), torch(True)
+    unpinned(without)
+    unpinned(with_device)
+    tensor = without.Tensor()
+    assert tensor.pin_memory() is tensor
+    assert not hasattr(with_device.Tensor, "pin_memory")
+
+
 def test_vllm_is_told_what_to_set_where_memory_is_not_aligned(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    connector = "vllm.distributed.kv_transfer.kv_connector.v1.moriio.moriio_engine"
+    monkeypatch.setitem(sys.modules, connector, types.ModuleType(connector))
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     monkeypatch.setitem(sys.modules, "torch", torch(False, at=64))
     with pytest.raises(RuntimeError, match="64 bytes behind a page: set THP_MEM_ALLOC_ENABLE=1"):

@@ -2,14 +2,8 @@
 
 import contextlib
 import multiprocessing
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
-
-BENCHES = Path(__file__).parents[3] / "benches" / "omni"
 
 
 class MoriStage:
@@ -31,9 +25,7 @@ def mori_stage(**config: Any) -> Iterator[MoriStage]:
     context = multiprocessing.get_context("spawn")
     pipe, its = context.Pipe()
     process = context.Process(target=_serve, args=(its, config), daemon=True)
-    # Without it the module `mori` refuses where vLLM is; it counts when a process begins.
-    with mock.patch.dict(os.environ, THP_MEM_ALLOC_ENABLE="1"):
-        process.start()
+    process.start()
     its.close()
     stage = MoriStage(pipe)
     try:
@@ -46,11 +38,6 @@ def mori_stage(**config: Any) -> Iterator[MoriStage]:
 
 
 def _serve(pipe: Any, config: dict[str, Any]) -> None:
-    sys.path.append(str(BENCHES))
-    import stand_in
-
-    stand_in.unpinned()
-    stand_in.mori()
     from vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector import (
         MoriTransferEngineConnector,
     )

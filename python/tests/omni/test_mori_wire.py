@@ -193,6 +193,34 @@ def test_a_stage_here_gets_what_moris_connector_puts(host, sender, name):
     assert got == raw if raw is not None else same(got, serialized(obj))
 
 
+@pytest.fixture(scope="module")
+def own_receiver(sender) -> Iterator[MoriStage]:
+    _, port = sender
+    with mori_stage(role="receiver", stage_id=1, sender_host="127.0.0.1", sender_zmq_port=port) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if name != "empty"])
+def test_both_stages_may_have_moris_connector(sender, own_receiver, name):
+    """Over the module `mori` alone."""
+    obj, (stage, _) = OBJECTS[name], sender
+    ok, _, metadata = stage.call("put", "0", "1", f"own-{name}_0_0", obj)
+    assert ok
+    got, raw = own_receiver.call("get", "0", "1", f"own-{name}_0_0", metadata), raw_bytes(obj)
+    assert same(got[0], serialized(obj)) if raw is None else got[0] == raw
+    # Once, and then it is free.
+    assert own_receiver.call("get", "0", "1", f"own-{name}_0_0", None) is None
+
+
+def test_a_receiver_of_its_own_that_is_killed_fails_alone(sender, own_receiver):
+    stage, port = sender
+    with mori_stage(role="receiver", stage_id=1, sender_host="127.0.0.1", sender_zmq_port=port) as other:
+        stage.call("put", "0", "1", "first_0_0", b"a" * 5000)
+        assert other.call("get", "0", "1", "first_0_0", None) == (b"a" * 5000, 5000)
+    stage.call("put", "0", "1", "second_0_0", b"b" * 5000)
+    assert own_receiver.call("get", "0", "1", "second_0_0", None) == (b"b" * 5000, 5000)
+
+
 def asked(host: Host, body: bytes) -> str:
     """What is answered to a message, as a receiver's socket has it."""
     context = zmq.Context()

@@ -33,10 +33,11 @@ def post(port: int, path: str, body: dict, seconds: float, headers: dict | None 
     return json.loads(answer)
 
 
-def metric(port: int, name: str) -> float:
-    """Sum of a Prometheus series of all labels."""
+def metric(port: int, name: str, *labels: str) -> float:
+    """Sum of a Prometheus series, of all that have these labels, each like `key="value"`."""
     _, text = _exchange(port, "GET", "/metrics", None, {}, 10)
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
+    lines = [line for line in lines if all(label in line for label in labels)]
     if not lines:
         raise KeyError(f"no series {name} at port {port}")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)

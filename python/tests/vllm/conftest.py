@@ -3,7 +3,6 @@ one before run; and the drills that have to come before any other request of a p
 count operations from the start."""
 
 import os
-import random
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from pathlib import Path
 import model as tiny
 import pytest
 from client import Refused
-from pair import MORIIO, ROLES, Pair, request, served, tokens
+from pair import MORIIO, ROLES, Pair, prompt, request, served, tokens
 from ports import free_ports
 from server import BATCHED_TOKENS, Server
 
@@ -48,19 +47,18 @@ def wide(params, narrow: int = 1) -> list:
     return params[:narrow] + [pytest.param(it, marks=pytest.mark.wide) for it in params[narrow:]]
 
 
-def prompt(length: int, seed: object) -> list[int]:
-    """Random token ids; others for every seed."""
-    random_ = random.Random(f"{length} {seed}")
-    return [random_.randrange(256) for _ in range(length)]
-
-
-def at_once(pair, reference, seed: str) -> tuple[list, list]:
-    """Tokens of prompts that are sent eight at a time, and what they have to be."""
-    prompts = _at_once(seed)
+def at_once(pair, reference, seed: str, shared: bool = True) -> tuple[list, list]:
+    """Tokens of prompts that are sent eight at a time, and what they have to be; some of them with a common
+    prefix."""
+    prompts = _at_once(seed) if shared else _at_once(seed)[:APART]
     expected = [reference(ids) for ids in prompts]
     with ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda ids: tokens(pair.router.complete(request(ids))), prompts)
         return list(answers), expected
+
+
+# Of the prompts below those that have nothing in common.
+APART = 8
 
 
 def _at_once(seed: str) -> list[list[int]]:
@@ -181,6 +179,13 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _early(request):
+    """The reference starts while others are made; not for tests that need no server."""
+    if any("reference" in item.fixturenames for item in request.session.items):
+        request.getfixturevalue("reference")
+
+
+@pytest.fixture(scope="session")
 def reference(model, logs):
     server = Server("reference", model, free_ports(1)[0], logs / "reference.log", None, {})
     reference = Reference(server)

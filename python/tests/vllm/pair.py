@@ -1,6 +1,7 @@
 """A prefill and a decode server, each with vLLM's own MoRIIOConnector over the drop-in `mori` or with
 KvferryConnector."""
 
+import random
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from router import Router
 from server import Server
 
 TOKENS = 16
+# At most, of a server of these tests.
+RANKS = 2
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 MORIIO = {"kv_connector": "MoRIIOConnector"}
 KVFERRY = {"kv_connector": "KvferryConnector", "kv_connector_module_path": "kvferry.vllm"}
@@ -21,6 +24,12 @@ PLACES = ["sidecar", "worker"]
 def kvferry_at(place: str, **more) -> dict:
     """KvferryConnector with its transfer actors there."""
     return {**KVFERRY, "kv_connector_extra_config": {"transfer": place}, **more}
+
+
+def prompt(length: int, seed: object) -> list[int]:
+    """Random token ids; others for every seed."""
+    random_ = random.Random(f"{length} {seed}")
+    return [random_.randrange(256) for _ in range(length)]
 
 
 def request(prompt: list[int], **more) -> dict:
@@ -76,7 +85,8 @@ class Pair:
     ) -> Server:
         model, logs, known, env = self.place
         discovery = known if discovery is None else discovery
-        http, (handshake, notify) = http or self.http[role], free_ports(2)
+        # Each of its ranks listens for itself.
+        http, (handshake, notify) = http or self.http[role], free_ports(2, RANKS)
         connector = self.connectors[role]
         if connector["kv_connector"] != MORIIO["kv_connector"]:
             # It tells its peers which it chose.
@@ -93,9 +103,15 @@ class Pair:
         }
         kv = {
             **connector,
-            "kv_role": ROLES[role],
+            "kv_role": connector.get("kv_role", ROLES[role]),
             "kv_connector_extra_config": extra,
         }
+        if beside := kv.pop("beside", None):
+            kv = {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [kv, *beside]},
+            }
         name = f"{connector['kv_connector']}-{role}-{self.mode.lower()}".lower()
         kv["engine_id"] = f"{name}-{uuid.uuid4().hex[:8]}"
         log = logs / f"{kv['engine_id']}.log"
@@ -151,12 +167,13 @@ class Pair:
 
 
 @contextmanager
-def served(name: str, place, mode: str, *more, **named):
-    """A pair, made as it is by `Pair`, behind a router of its own."""
-    router = Router(place.logs / f"router-{name}.log")
+def served(name: str, place, mode: str, connectors: dict, env: dict | None = None, *more, make=Pair, **named):
+    """A pair, made as it is by `make`, behind a router of its own, which has its secret."""
+    secret = {key: value for key, value in (env or {}).items() if key in place.secret}
+    router = Router(place.logs / f"router-{name}.log", env=secret)
     pair = None
     try:
-        pair = Pair(mode, place.model, place.logs, router.discovery, *more, **named)
+        pair = make(mode, place.model, place.logs, router.discovery, connectors, env, *more, **named)
         pair.router = router
         place.reference.server.ready()
         pair.ready()

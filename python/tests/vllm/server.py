@@ -148,7 +148,8 @@ class Server(Process):
         super().__init__(name, command, os.environ | ENVIRONMENT | env, log)
         self.port = port
         self.kv = kv or {}
-        self.extra = self.kv.get("kv_connector_extra_config", {})
+        own = self.kv.get("kv_connector_extra_config", {}).get("connectors", [self.kv])[0]
+        self.extra = own.get("kv_connector_extra_config", {})
 
     def ready(self) -> "Server":
         self.wait_until("answers /health", lambda: get(self.port, "/health") == 200, START_S)
@@ -159,10 +160,12 @@ class Server(Process):
         return super().is_lost() or LOST in self.log.read_text(errors="replace")
 
     def peer_ports(self) -> tuple[int, int]:
-        """Those for handshakes and notices of peers: as they were given, or as its host chose them."""
+        """Those for handshakes and notices of peers: as they were given, or as its host chose them. Of a
+        server that is both those of the prefill."""
         if self.extra["handshake_port"]:
             return self.extra["handshake_port"], self.extra["notify_port"]
         lines = [line for line in self.log.read_text().splitlines() if 'handshake="' in line]
+        lines = [line for line in lines if "role=prefill" in line] or lines
         at = (lines[-1].split(f'{what}="')[1].split('"')[0] for what in ("handshake", "notify"))
         handshake, notify = (int(endpoint.rsplit(":", 1)[1]) for endpoint in at)
         return handshake, notify

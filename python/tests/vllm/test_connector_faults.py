@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import native
@@ -57,6 +58,7 @@ def servers(param: tuple[str, str, str, bool], place):
     env = {"KVFERRY_FAULTS": str(faults)} | place.secret
     with served(f"faults-{mode.lower()}", place, mode, connectors, env, asynchronous) as pair:
         pair.policy = policy
+        pair.secret = Path(place.secret["KVFERRY_SECRET_FILE"]).read_text()
         # They meet the faults: a copy that is suppressed, and a transfer that fails.
         pair.drills = [outcome(pair, drill_prompt(pair, what)) for what in ("suppressed", "failed")]
         faults.write_text("")
@@ -156,7 +158,7 @@ def test_a_server_without_the_secret_is_refused(own, reference):
         with ThreadPoolExecutor(1) as pool:
             to_prefill = native.to_prefill(pair, key) | request(ids, max_tokens=1)
             prefilled = pool.submit(complete, pair.prefill, to_prefill)
-            answer = complete(pair.decode, native.to_decode(pair, key) | request(ids))
+            answer = complete(pair.decode, native.to_decode(pair, key, own.secret) | request(ids))
             prefilled.result()
         for name in ROLES:
             with getattr(pair, name).log.open() as log:
@@ -175,7 +177,7 @@ def test_a_client_leaves_while_decode_waits(own, reference):
     first = own.prefill.complete(request(ids, max_tokens=1))
     assert "kv_transfer_params" not in first or first["kv_transfer_params"] is None
     with pytest.raises(RuntimeError):
-        own.decode.complete(native.to_decode(own, native.key()) | request(ids), 1)
+        own.decode.complete(native.to_decode(own, native.key(), own.secret) | request(ids), 1)
     check_afterwards(own, reference, "left")
 
 
@@ -232,7 +234,7 @@ def test_a_failed_load_follows_the_policy(own, reference):
     """The prefill does not know the transfer, and waits half a minute for it."""
     ids = prompt(150, f"{own.mode} failed load")
     try:
-        got = tokens(own.decode.complete(native.to_decode(own, native.key()) | request(ids), 60))
+        got = tokens(own.decode.complete(native.to_decode(own, native.key(), own.secret) | request(ids), 60))
         assert own.policy == "recompute" and got == reference(ids)
     except (Refused, RuntimeError) as error:
         assert own.policy == "fail", error

@@ -4,10 +4,10 @@ llm-d and vLLM's toy proxy send them."""
 import json
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
-from client import Refused
+from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from legs import of, params, router_id
 from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
@@ -29,6 +29,21 @@ class Front:
         if status != 200:
             raise Refused(status, text)
         return json.loads(text)
+
+
+def spoken(own: Pair) -> dict[str, float]:
+    """Transfers of the decode that were done, by dialect; there is no series before the first."""
+    sums = dict.fromkeys(("native", "moriio"), 0.0)
+    for dialect in sums:
+        with suppress(KeyError):
+            name = "vllm:kvferry_transfers_spoken_total"
+            sums[dialect] = metric(own.decode.port, name, f'dialect="{dialect}"')
+    return sums
+
+
+def assert_one_more_was_native(own: Pair, before: dict[str, float]) -> None:
+    after = before | {"native": before["native"] + 1}
+    own.decode.wait_until(f"{after} were spoken", lambda: spoken(own) == after, 30)
 
 
 @contextmanager
@@ -104,6 +119,80 @@ def test_legs_of_the_toy_proxy(own, reference, length):
             got = own.decode.complete(second, headers=id)
             pending.result()
     assert tokens(got) == reference(ids)[: TOKENS - 1]
+
+
+# Legs to a prefill of routers that name no decode, and what they change of its answer: llm-d's nixlv2 (and KServe,
+# which has no other), Ray Serve, and production-stack.
+NULL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+CARRIERS = {
+    "llm-d-nixlv2": (NULL, {}),
+    "ray-serve": (NULL, {}),
+    "production-stack": (NULL, {"remote_host": "127.0.0.9"}),
+}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_an_answer_that_is_carried_to_the_decode_is_enough(own, reference, carrier, length):
+    leg, changed = CARRIERS[carrier]
+    ids, before = prompt(length, f"{carrier} {own.mode}"), spoken(own)
+    id = {"X-Request-Id": str(uuid.uuid4())}
+    body = request(ids, max_tokens=1) | {"kv_transfer_params": leg}
+    params = own.prefill.complete(body, headers=id)["kv_transfer_params"] | changed
+    answer = own.decode.complete(request(ids) | {"kv_transfer_params": params}, headers=id)
+    assert tokens(answer) == reference(ids)
+    assert_one_more_was_native(own, before)
+
+
+def llmd_write(own, transfer: str) -> dict:
+    """The leg to a prefill of llm-d's `--moriio-write-mode`."""
+    handshake, notify = own.decode.peer_ports()
+    return NULL | {
+        "remote_host": "127.0.0.1",
+        "remote_notify_port": notify,
+        "remote_dp_rank": 0,
+        "remote_dp_rank_override": True,
+        "remote_handshake_port": handshake,
+        "transfer_id": transfer,
+        "tp_size": 1,
+        "remote_dp_size": 1,
+    }
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("how", ["serial", "parallel"])
+def test_legs_of_llmd_in_write_mode(own, reference, how, length):
+    if own.mode != "WRITE":
+        pytest.skip("llm-d has servers in push mode for it")
+    ids, before = prompt(length, f"llm-d write {how}"), spoken(own)
+    id, transfer = {"X-Request-Id": str(uuid.uuid4())}, f"tx{uuid.uuid4()}"
+    first = request(ids, max_tokens=1) | {"kv_transfer_params": llmd_write(own, transfer)}
+    if how == "serial":
+        params = own.prefill.complete(first, headers=id)["kv_transfer_params"]
+        params |= {"remote_dp_rank": 0, "remote_dp_rank_override": True}
+        answer = own.decode.complete(request(ids) | {"kv_transfer_params": params}, headers=id)
+    else:
+        handshake, notify = own.prefill.peer_ports()
+        params = llmd_write(own, transfer) | {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_handshake_port": handshake,
+            "remote_notify_port": notify,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            pending = pool.submit(own.prefill.complete, first, headers=id)
+            second = request(ids) | {"kv_transfer_params": params}
+            answer = own.decode.complete(second, headers=id)
+            pending.result()
+    assert tokens(answer) == reference(ids)
+    assert_one_more_was_native(own, before)
 
 
 def test_afterwards_every_block_is_free(own):

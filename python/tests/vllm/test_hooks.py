@@ -13,11 +13,11 @@ SCHEDULER = {
     "arrived": ((REQUEST,), None),
     "matched": ((REQUEST, 0), (0, False)),
     "allocated": ((REQUEST, None, 5), None),
-    "step": ((SimpleNamespace(preempted_req_ids=["r"]),), (None, [], [], [], 7)),
+    "step": ((SimpleNamespace(preempted_req_ids=["r"]),), (None, 0, [], [], [], [], 7)),
     "deliver": ((None,), None),
     "stats": ((), None),
 }
-WORKER = {"computed": (1,), "step_over": (1,), "wait_for_preempted": (["r"],)}
+WORKER = {"computed": (1, 1, "l"), "step_over": (1,), "wait_for_preempted": (["r"],)}
 
 
 def broken(cls, **more):
@@ -30,7 +30,7 @@ def broken(cls, **more):
 
 
 def scheduler(produces: bool):
-    sets = {name: set() for name in ("awaited", "failed", "over")}
+    sets = {name: set() for name in ("awaited", "failed", "over", "told")}
     return broken(Scheduler, produces=produces, leased=[], lease_s=30.0, lost_host=7, **sets)
 
 
@@ -58,7 +58,7 @@ def test_what_is_told_of_a_request_that_has_ended_is_dropped():
     told = dict.fromkeys(("loading", "held", "gone", "open"), '{"why": "w"}')
     half, _ = scheduler(produces=False)
     half.line.link = SimpleNamespace(told=lambda request: told.pop(request, None))
-    half.legs = {"loading": Leg("t", 5, loading=True, ended=True), "open": Leg("t", 5)}
+    half.legs = {"loading": Leg(5, loading=True, ended=True), "open": Leg(5)}
     half.held, half.free, half.loaded = {"held"}, set(), set()
     half._apply("load_failed", "loading", "w")
     for request in ("held", "gone", "open"):

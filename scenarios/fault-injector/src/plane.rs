@@ -5,8 +5,9 @@ use crate::injector::{FaultInjector, InjectedEffect, ReportFault};
 use crate::lists::FaultKind;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{
-    Address, Caps, Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory,
-    NextPoll, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
+    Address, Caps, Completion, DataEvent, DataPlane, DigestBatch, Direction, FabricError, Landed,
+    Memory, NextPoll, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId,
+    Submit,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::BorrowedFd;
@@ -208,6 +209,14 @@ impl DataPlane for FaultyDataPlane {
         self.plane.submit(batch)?;
         self.completion_faults.insert(op, tell);
         Ok(())
+    }
+
+    fn digests(&self) -> bool {
+        self.plane.digests()
+    }
+
+    fn digest(&mut self, batch: DigestBatch) -> Result<(), Refused> {
+        self.plane.digest(batch)
     }
 
     fn quiesce(&mut self, session: SessionId, ticket: QuiesceTicket) {

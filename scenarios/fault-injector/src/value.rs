@@ -17,6 +17,7 @@ use crate::error::ScenarioError;
 use crate::fault::DurationRange;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Mode;
+use kvferry_engine::core::verify::Verify;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.
@@ -345,6 +346,7 @@ pub fn one_of(names: &[&str]) -> String {
 named_values! {
     bool: "true" = true, "false" = false;
     Mode: "push" = Mode::Push, "pull" = Mode::Pull;
+    Verify: "off" = Verify::Off, "sample" = Verify::Sample, "all" = Verify::All;
 }
 
 #[cfg(test)]

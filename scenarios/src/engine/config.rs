@@ -39,6 +39,9 @@ pub struct EngineConfig {
     pub id_seed: Option<u64>,
     /// How long a step takes.
     pub cost: StepCost,
+    /// Decode: percent of the blocks that loads may have before their prefills are ready.
+    #[serde(default)]
+    pub early_percent: u32,
 }
 
 /// One KV cache group: layers that share a block table, with a pool of its own.
@@ -131,6 +134,7 @@ impl EngineConfig {
             load_failure: settings.load_failure,
             id_seed,
             cost: instance.cost,
+            early_percent: settings.early_percent,
         }
     }
 

@@ -25,6 +25,11 @@ impl PromptContent {
         PromptContent { tokens: *tokens, prefix: prefix.clone(), prefix_tokens, tail: *tail }
     }
 
+    /// Stands for a hash of the tokens.
+    pub fn hash(&self) -> u64 {
+        mix(self.stamp(self.tokens.saturating_sub(1)), u64::from(self.tokens))
+    }
+
     /// Stands for the KV at a position, 0 to any length (generated tokens continue the tail):
     /// equal stamps are equal KV, up to collisions of 64-bit hashes. As KV depends on all tokens
     /// before, an equal stamp at one position implies equal stamps before. Never 0.

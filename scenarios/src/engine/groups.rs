@@ -139,6 +139,17 @@ impl CacheGroups {
         })
     }
 
+    /// True if all but so many percent of the blocks would be free with a prompt of so many tokens.
+    pub(super) fn would_leave_free(&self, percent: u32, tokens: u32) -> bool {
+        let mut groups = self.groups.iter();
+        percent > 0
+            && groups.all(|group| {
+                let (all, free) = (group.pool.gauges().total, group.pool.available());
+                let left = free.saturating_sub(group.end(tokens));
+                u64::from(left) * 100 >= u64::from(all) * u64::from(100 - percent)
+            })
+    }
+
     /// Allocates tables for tokens `..to`: prefix hits for tokens `..hits` are shared, the rest is
     /// taken. Of a window only what is needed once `seen` tokens are there. `None` if there are
     /// too few blocks, for those tokens or for `whole` tokens in chunks of `chunk`: a request that

@@ -11,7 +11,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{LegId, RequestId, StepId};
 use kvferry_engine::core::machine::{Gauges, Machine, Outbox};
 use kvferry_engine::core::message::{
-    DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
+    DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, PrefillAnswer, PrefillHook, PrefillLeg, Role,
 };
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
 use kvferry_engine::core::time::Nanos;
@@ -105,7 +105,7 @@ impl SimEngine {
         }
         self.arrivals += 1;
         let id = self.name(request, prompt);
-        let tokens = content.tokens;
+        let (tokens, prompt_hash) = (content.tokens, Some(content.hash()));
         let order = i64::from(self.arrivals);
         let external = self.config.role == Role::Decode;
         let asks = external && self.groups.hits(&content, tokens) < tokens;
@@ -136,10 +136,12 @@ impl SimEngine {
         }
         out.push(match body {
             LegBody::Prefill { transfer, .. } => {
-                EngineEffect::Prefill(PrefillHook::Arrived { request: id, leg: transfer, tokens })
+                let leg = PrefillLeg { prompt_hash, ..transfer };
+                EngineEffect::Prefill(PrefillHook::Arrived { request: id, leg, tokens })
             }
             LegBody::Decode { transfer, .. } => {
-                EngineEffect::Decode(DecodeHook::Arrived { request: id, leg: transfer, tokens })
+                let leg = DecodeLeg { prompt_hash, ..transfer };
+                EngineEffect::Decode(DecodeHook::Arrived { request: id, leg, tokens })
             }
         });
     }
@@ -222,7 +224,14 @@ impl SimEngine {
         | PrefillAnswer::PreemptionSafe { request: id }
         | PrefillAnswer::Rejected { request: id, .. }) = &answer;
         let found = self.ids.get(id).copied().filter(|_| self.config.role == Role::Prefill);
-        let Some(slot) = found else { return Self::fault(&answer, "no such request", out) };
+        let Some(slot) = found else {
+            // This one may cross with a rejection.
+            let crosses = matches!(answer, PrefillAnswer::PreemptionSafe { .. });
+            if self.config.role == Role::Prefill && crosses {
+                return;
+            }
+            return Self::fault(&answer, "no such request", out);
+        };
         let (phase, safe_due) = {
             let request = self.requests.get(slot);
             (request.phase, request.safe_due)

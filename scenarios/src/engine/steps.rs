@@ -209,12 +209,13 @@ impl SimEngine {
     }
 
     /// Allocates the blocks of a decode request; false if there are too few. One whose prefix hits
-    /// are gone again asks for its KV.
+    /// are gone again asks for its KV, and waits for the prefill unless most blocks are free.
     fn start_load(&mut self, slot: u32, out: &mut EngineOutbox) -> bool {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
         let computed = self.groups.hits(&request.content, tokens);
-        if computed < tokens && !request.blocks_wanted {
+        let early = self.groups.would_leave_free(self.config.early_percent, tokens);
+        if computed < tokens && !request.blocks_wanted && !early {
             request.phase = SimRequestPhase::Asked;
             return true;
         }

@@ -21,6 +21,7 @@ use crate::run::{
 use crate::value::Distribution;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::Role;
+use kvferry_engine::core::verify::Verify;
 use kvferry_faults::file::{FIRST_SEED, ScenarioSeed, text_of};
 use kvferry_faults::section;
 use kvferry_faults::table::FaultSpec;
@@ -43,6 +44,7 @@ section! {
         seed: ScenarioSeed = ScenarioSeed(None);
         seeds: u32 = 1_u32;
         memory: Distribution<MemoryFidelity> = MemoryFidelity::Bytes;
+        verify: Distribution<Verify> = Verify::Off;
         liveness: Distribution<LivenessMode> = LivenessMode::Heal;
         model: ModelSpec;
         topology: TopologySpec;
@@ -255,6 +257,10 @@ impl Scenario {
                 Served::Requests => self.memory.draw(&key.part("memory")),
                 Served::Payloads => MemoryFidelity::Bytes,
             },
+            verify: match served {
+                Served::Requests => self.verify.draw(&key.part("verify")),
+                Served::Payloads => Verify::Off,
+            },
             mode,
             prefix_tokens,
             requests,
@@ -311,6 +317,11 @@ impl Scenario {
     fn check_cells(&self, run: &Run) -> Result<(), ScenarioError> {
         if run.memory != MemoryFidelity::Cells {
             return Ok(());
+        }
+        if !run.verify.is_off() {
+            let what = "cells have no bytes that could be digested";
+            let remedy = "leave out `verify`, or set `memory` to \"bytes\"";
+            return Err(self.file.error(self.verify.line, what, remedy));
         }
         if run.model.layers > CELL_LAYERS_MAX {
             let layers = run.model.layers;

@@ -33,6 +33,7 @@ settings! {
         max_waiting: u32, in (1, 1 << 20) => settings.max_waiting;
         load_failure: LoadFailurePolicy => settings.load_failure;
         allocator: AllocationOrder => settings.allocator;
+        early_percent: u32, in (0, 100) => settings.early_percent;
         step: Nanos => cost.step;
         weights: Nanos => cost.weights;
         token: Femtoseconds => cost.token_fs;

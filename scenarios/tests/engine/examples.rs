@@ -28,6 +28,7 @@ fn config(role: Role) -> EngineConfig {
         max_waiting: 8,
         prefix_cache: true,
         allocator: AllocationOrder::Fifo,
+        early_percent: 0,
         load_failure: LoadFailurePolicy::Recompute,
         id_seed: None,
         cost: StepCost {

@@ -82,6 +82,7 @@ fn config() -> impl Strategy<Value = EngineConfig> {
         max_waiting: limits.2,
         prefix_cache: flags[1],
         allocator: if flags[2] { AllocationOrder::Fifo } else { AllocationOrder::Lifo },
+        early_percent: 0,
         load_failure: if flags[3] { LoadFailurePolicy::Recompute } else { LoadFailurePolicy::Fail },
         id_seed: flags[4].then_some(7),
         cost: StepCost {

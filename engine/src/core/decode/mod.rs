@@ -1,7 +1,8 @@
 //! The decode side of transfers: one per engine core.
 //!
 //! `request` follows the engine's requests from arrival to the one answer that each gets; `read`
-//! holds what only pull needs: leases and the flows of this engine's own transfer actors;
+//! holds what only pull needs: leases and the flows of this engine's own transfer actors; `check`
+//! verifies what arrived;
 //! `pending_releases` tells prefills later what they could not be told at once.
 //!
 //! ```
@@ -30,6 +31,7 @@
 //! assert_eq!((&*request.0, failure.kind()), ("b", "duplicate-key"));
 //! ```
 
+mod check;
 mod pending_releases;
 mod read;
 mod request;
@@ -49,6 +51,7 @@ use super::peers::PeerEvent;
 use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
+pub use check::VerifyCounters;
 use pending_releases::{PendingRelease, PrefillIncarnation};
 use request::DecodeRequest;
 use std::collections::BTreeMap;
@@ -83,6 +86,7 @@ pub struct Decode {
     pending_releases: BTreeMap<PrefillIncarnation, PendingRelease>,
     tombstones: RecentSet<(TransferKey, u32)>,
     timers: Timers<DecodeTimer>,
+    verified: VerifyCounters,
     next_id: u64,
 }
 
@@ -101,6 +105,7 @@ impl Decode {
             pending_releases: BTreeMap::new(),
             tombstones: RecentSet::new(config.settings.tombstones_max),
             timers: Timers::default(),
+            verified: VerifyCounters::default(),
             next_id: 0,
             config,
         }
@@ -114,14 +119,14 @@ impl Decode {
     fn message_for(&mut self, request: RequestId, message: Message, turn: &mut DecodeTurn<'_>) {
         match message {
             Message::Begun { .. } => self.due(&request, turn),
-            Message::Delivered { ranks, tokens, .. } => {
-                self.delivered(request, ranks, tokens, turn);
+            Message::Delivered { ranks, tokens, digest, .. } => {
+                self.delivered(request, ranks, (tokens, digest), turn);
             }
             Message::Ended { failure, quiet, .. } => {
                 self.ended(&request, failure, quiet, turn);
             }
-            Message::Grant { blocks, tokens, lease, .. } => {
-                self.granted(&request, tokens, blocks, lease, turn);
+            Message::Grant { blocks, tokens, lease, digest, .. } => {
+                self.granted(&request, (tokens, digest), blocks, lease, turn);
             }
             Message::Renewed { count, lease, .. } => self.renewed(&request, count, lease, turn),
             _ => {}

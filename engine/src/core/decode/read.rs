@@ -7,6 +7,7 @@ use crate::core::ids::{FlowId, RankSet, RequestId};
 use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, Message, TransferJob};
 use crate::core::time::Nanos;
+use crate::core::verify::KvDigest;
 use std::sync::Arc;
 
 impl Decode {
@@ -36,7 +37,7 @@ impl Decode {
     pub(super) fn granted(
         &mut self,
         id: &RequestId,
-        tokens: u32,
+        (tokens, digest): (u32, Option<Box<KvDigest>>),
         remote: Vec<BlockList>,
         length: Nanos,
         turn: &mut DecodeTurn<'_>,
@@ -47,6 +48,7 @@ impl Decode {
             return;
         }
         lease.remote = Some(Arc::new(remote));
+        lease.digest = digest;
         lease.length = length;
         let asked = if planted!("lease-counts-from-the-grant") { turn.now } else { lease.asked.0 };
         let wanted = self.requests.get(id).map_or(0, |request| request.tokens);
@@ -168,8 +170,11 @@ impl Decode {
         turn: &mut DecodeTurn<'_>,
     ) {
         let Some(id) = self.flows.get(&flow).cloned() else { return };
+        if self.check_news((rank, flow), &id, &state, turn) {
+            return;
+        }
         let (ended, failure) = match state {
-            FlowState::Moving => return,
+            FlowState::Moving | FlowState::Digested(_) => return,
             FlowState::Failing(failure) => (false, Some(failure)),
             FlowState::Done { .. } => (true, None),
             FlowState::Failed(failure) => (true, Some(failure)),
@@ -196,12 +201,14 @@ impl Decode {
         let expiry = self.requests.get(id).and_then(|request| request.lease.as_ref()?.expiry);
         let late = expiry.is_none_or(|expiry| turn.now >= expiry)
             && !planted!("lease-not-checked-at-the-end");
-        let result = match failure {
-            Some(failure) => Err(failure),
-            None if late => Err(Failure::LeaseExpired),
-            None => Ok(()),
-        };
+        let failure = failure.or_else(|| late.then_some(Failure::LeaseExpired));
+        let lease = self.requests.get_mut(id).and_then(|request| request.lease.as_mut());
+        let digest = lease.and_then(|lease| lease.digest.take());
         self.release_source(id, turn);
-        self.answer(id, result, turn);
+        self.cancel_timers(id);
+        match failure {
+            Some(failure) => self.answer(id, Err(failure), turn),
+            None => self.arrived_whole(id, digest, turn),
+        }
     }
 }

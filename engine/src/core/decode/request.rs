@@ -1,13 +1,16 @@
 //! The engine's requests: announced, loaded or failed, and never answered twice.
 
+use super::check::KvCheck;
 use super::{Decode, DecodeTurn};
 use crate::core::block_ledger::BlockOwner;
+use crate::core::engine_core::CoreEffect;
 use crate::core::error::Failure;
 use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId};
 use crate::core::layout::{BlockList, GroupKind, senders};
-use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode};
+use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode, MoriioLeg};
 use crate::core::peer_manager::GroupBlocks;
 use crate::core::time::Nanos;
+use crate::core::verify::{KvDigest, VerifyRequest};
 use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
 
@@ -23,11 +26,13 @@ pub(super) struct Lease {
     pub(super) expiry: Option<Nanos>,
     /// The source blocks, once they are granted.
     pub(super) remote: Option<GroupBlocks>,
+    /// Their digest, if it was asked for.
+    pub(super) digest: Option<Box<KvDigest>>,
 }
 
 impl Lease {
     fn asked(now: Nanos) -> Lease {
-        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None }
+        Lease { asked: (now, 0), length: Nanos::ZERO, expiry: None, remote: None, digest: None }
     }
 }
 
@@ -52,6 +57,8 @@ pub(super) enum DecodePhase {
     Fencing(Failure),
     /// Pull: has blocks; waits for the grant, reads or stops.
     Reading(KvRead),
+    /// Everything has arrived, and is looked at.
+    Checking(KvCheck),
 }
 
 /// A request with a decode leg, from its arrival until its answer.
@@ -68,8 +75,12 @@ pub(super) struct DecodeRequest {
     pub(super) incarnation: Option<Incarnation>,
     /// Its name, and where it listens.
     pub(super) prefill: (EngineId, Endpoint),
+    /// It, if it should speak MoRIIO only.
+    pub(super) moriio: Option<Arc<MoriioLeg>>,
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
+    /// What the prefill is to prove.
+    pub(super) verify: Option<VerifyRequest>,
     pub(super) owner: BlockOwner,
 }
 
@@ -77,6 +88,13 @@ impl DecodeRequest {
     /// True if it waits for the word that the prefill has stopped writing.
     pub(super) fn is_ending(&self) -> bool {
         matches!(self.phase, DecodePhase::Ending(_))
+    }
+
+    /// Push: where the prefill is to write.
+    fn announcement(&self) -> Message {
+        let (tag, tokens, from) = (self.tag.clone(), self.tokens, self.computed);
+        let (blocks, verify) = (self.blocks.to_vec(), self.verify);
+        Message::Announce { tag, tokens, from, blocks, verify }
     }
 }
 
@@ -92,9 +110,14 @@ impl Decode {
             turn.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
-        let connection = match &leg.moriio {
-            Some(peer) => self.peer_manager.reach_moriio((&id, &leg.key), peer, turn),
-            None => self.peer_manager.reach(&leg.prefill, &leg.control, leg.incarnation, turn),
+        let verify = self.verification(&leg);
+        let connected = verify.and_then(|verify| Ok((self.connect(&id, &leg, turn)?, verify)));
+        let (connection, verify) = match connected {
+            Ok(connected) => connected,
+            Err(failure) => {
+                turn.push(DecodeAnswer::Rejected { request: id, failure });
+                return;
+            }
         };
         if self.is_past(connection, leg.incarnation) {
             turn.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
@@ -106,10 +129,6 @@ impl Decode {
         // A key may come again, so that its attempts have to differ from those before.
         let attempt = Attempt(u32::try_from(owner.0).expect("fewer than 2^32 requests and flows"));
         let tag = AttemptTag { key: leg.key, sibling: leg.sibling, attempt };
-        let message = match leg.mode {
-            Mode::Push => Message::Ask { tag: tag.clone(), tokens },
-            Mode::Pull => Message::Pull { tag: tag.clone(), tokens },
-        };
         self.by_peer.insert(connection, id.clone());
         self.by_transfer.insert((tag.key.clone(), tag.sibling), id.clone());
         self.requests.insert(
@@ -123,16 +142,79 @@ impl Decode {
                 phase: DecodePhase::Arrived { due: false },
                 incarnation: leg.incarnation,
                 prefill: (leg.prefill, leg.control),
+                moriio: leg.moriio,
                 lease,
+                verify,
                 owner,
             },
         );
+        self.ask(&id, turn);
+    }
+
+    /// The connection of a leg's prefill. Who a leg in MoRIIO's form names may be native all the
+    /// same, which its answer to MoRIIO's handshake says.
+    fn connect(
+        &mut self,
+        id: &RequestId,
+        leg: &DecodeLeg,
+        turn: &mut DecodeTurn<'_>,
+    ) -> Result<ConnectionId, Failure> {
+        let only = self.config.moriio.as_ref().is_some_and(|moriio| moriio.settings.only);
+        let named = match &leg.moriio {
+            None => None,
+            Some(moriio) => match &moriio.peer {
+                Some(peer) if !only => Some(peer.engine_at(&leg.control)),
+                _ => return self.peer_manager.reach_moriio((id, &leg.key), moriio, turn),
+            },
+        };
+        let name = named.as_ref().unwrap_or(&leg.prefill);
+        Ok(self.peer_manager.reach(name, &leg.control, leg.incarnation, turn))
+    }
+
+    /// Asks the prefill for the prompt of a request.
+    fn ask(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
+        let Some(request) = self.requests.get(id) else { return };
+        let (connection, tag, tokens) = (request.connection, request.tag.clone(), request.tokens);
+        let message = match request.lease {
+            None => Message::Ask { tag, tokens },
+            Some(_) => Message::Pull { tag, tokens, verify: request.verify },
+        };
         // A connection that is down says so itself, and why.
         let full = !self.flush_pending(connection, turn)
             || self.peer_manager.send(connection, message, turn) == Err(Failure::Overload);
         if full {
-            self.reject(&id, Failure::Overload, turn);
+            self.reject(id, Failure::Overload, turn);
         }
+    }
+
+    /// The peer that a leg in MoRIIO's form names is not native: the same is said in MoRIIO's words.
+    fn turn_to_moriio(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
+        if let Err(failure) = self.change_dialect(id, turn) {
+            return self.reject(id, failure, turn);
+        }
+        self.ask(id, turn);
+        let Some(request) = self.requests.get(id) else { return };
+        if let DecodePhase::Announced { .. } = request.phase {
+            let message = request.announcement();
+            // Messages to such a peer always find room.
+            let _ = self.peer_manager.send(request.connection, message, turn);
+        }
+    }
+
+    /// From here on MoRIIO is spoken about a request with its peer, to which nothing was said.
+    fn change_dialect(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) -> Result<(), Failure> {
+        let Some(request) = self.requests.get_mut(id) else { return Ok(()) };
+        let (before, key) = (request.connection, request.tag.key.clone());
+        let Some(peer) = request.moriio.take() else { return Ok(()) };
+        let connection = self.peer_manager.reach_moriio((id, &key), &peer, turn)?;
+        request.connection = connection;
+        request.lease = request.lease.is_some().then(|| Lease::asked(turn.now));
+        self.by_peer.remove(before, id);
+        self.by_peer.insert(connection, id.clone());
+        self.peer_manager.unhold(before, turn);
+        self.peer_manager.hold(connection, turn);
+        turn.push(CoreEffect::SpeaksMoriio { request: id.clone() });
+        Ok(())
     }
 
     /// True if the peer is known to have begun a new incarnation after this one.
@@ -215,10 +297,7 @@ impl Decode {
             return self.start_reading(&id, turn);
         }
         request.phase = DecodePhase::Announced { ranks: RankSet::EMPTY };
-        let (tag, tokens) = (request.tag.clone(), request.tokens);
-        let blocks = request.blocks.to_vec();
-        let message = Message::Announce { tag, tokens, from: computed, blocks };
-        let connection = request.connection;
+        let (connection, message) = (request.connection, request.announcement());
         if let Err(failure) = self.peer_manager.send(connection, message, turn) {
             // The prefill waits for the blocks, and would for long.
             self.release_source(&id, turn);
@@ -276,6 +355,7 @@ impl Decode {
                 }
             }
             DecodePhase::Reading(_) => self.stop_reading(id, failure, turn),
+            DecodePhase::Checking(_) => self.stop_check(id, failure, turn),
             DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
         }
     }
@@ -284,7 +364,7 @@ impl Decode {
         &mut self,
         id: RequestId,
         ranks: RankSet,
-        tokens: u32,
+        (tokens, digest): (u32, Option<Box<KvDigest>>),
         turn: &mut DecodeTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
@@ -296,13 +376,12 @@ impl Decode {
                 if !have.covers(needed) {
                     return;
                 }
-                let result = if tokens == request.tokens || planted!("fewer-tokens-will-do") {
-                    Ok(())
-                } else {
-                    let wanted = request.tokens;
-                    Err(Failure::mismatch(format!("{tokens} tokens delivered, {wanted} wanted")))
-                };
-                self.answer(&id, result, turn);
+                if tokens == request.tokens || planted!("fewer-tokens-will-do") {
+                    return self.arrived_whole(&id, digest, turn);
+                }
+                let wanted = request.tokens;
+                let text = format!("{tokens} tokens delivered, {wanted} wanted");
+                self.answer(&id, Err(Failure::mismatch(text)), turn);
             }
             DecodePhase::Ending(failure) if ranks.covers(needed) => {
                 let failure = failure.clone();
@@ -336,7 +415,8 @@ impl Decode {
             DecodePhase::Reading(_) => self.stop_reading(id, failure, turn),
             DecodePhase::Arrived { .. } if quiet => self.reject(id, failure, turn),
             DecodePhase::Arrived { .. } => self.fail(id, failure, turn),
-            DecodePhase::Ending(_) | DecodePhase::Fencing(_) => {}
+            // What the prefill says after it has delivered is of no meaning.
+            DecodePhase::Ending(_) | DecodePhase::Fencing(_) | DecodePhase::Checking(_) => {}
         }
     }
 
@@ -346,10 +426,12 @@ impl Decode {
         failure: &Failure,
         turn: &mut DecodeTurn<'_>,
     ) {
+        let is_foreign = !connection.is_moriio() && failure.is_of_moriio();
         for id in self.by_peer.of(connection) {
             let Some(request) = self.requests.get_mut(&id) else { continue };
             let owner = request.owner;
             match &mut request.phase {
+                _ if is_foreign && request.moriio.is_some() => self.turn_to_moriio(&id, turn),
                 DecodePhase::Arrived { .. } => {
                     if connection.is_moriio() {
                         self.release_source(&id, turn);
@@ -373,7 +455,8 @@ impl Decode {
                     self.add_pending_release(turn.now, &id);
                 }
                 DecodePhase::Reading(_) => self.stop_reading(&id, failure.clone(), turn),
-                DecodePhase::Fencing(_) => {}
+                // What is there needs no peer.
+                DecodePhase::Fencing(_) | DecodePhase::Checking(_) => {}
             }
         }
     }
@@ -392,6 +475,12 @@ impl Decode {
 
     /// Tells the prefill that this engine needs nothing more of it.
     pub(super) fn release_source(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
+        let is_up = |request: &DecodeRequest| self.peer_manager.info(request.connection).is_some();
+        if !self.requests.get(id).is_some_and(is_up) {
+            // What it speaks is not known, and who is native understands MoRIIO, too; one that does
+            // not frees the prompt when its time is over.
+            let _ = self.change_dialect(id, turn);
+        }
         let Some(request) = self.requests.get(id) else { return };
         let ranks = RankSet::first(self.config.geometry.tp);
         let (connection, tag) = (request.connection, request.tag.clone());

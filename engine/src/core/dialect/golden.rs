@@ -56,6 +56,7 @@ all! {
     }),
     Failure::EngineGone = Failure::EngineGone,
     Failure::OtherLife = Failure::OtherLife,
+    Failure::Corrupt(_) = Failure::Corrupt("why".into()),
     Failure::Unknown(_) = Failure::Unknown("Later".into()),
 }
 

@@ -26,7 +26,9 @@ use super::skim::skim;
 use super::unpack::Unpacker;
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation, TransferKey};
+use crate::core::layout::BlockList;
 use crate::core::message::{AttemptTag, Hello, Message, Registration};
+use crate::core::verify::KvDigest;
 use crate::fabric::FabricError;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -199,11 +201,16 @@ fn pack(kind: MessageKind, version: u16, body: &impl Serialize) -> Vec<u8> {
 
 /// True if the message, whatever its numbers, fits into a frame.
 pub fn fits(message: &Message) -> bool {
+    let sums = |digest: &Option<Box<KvDigest>>| {
+        digest.as_ref().map_or(0, |sums| 9 * (sums.blocks.len() + sums.layers.len()))
+    };
+    let ids =
+        |blocks: &[BlockList]| -> usize { blocks.iter().map(|list| 16 + 5 * list.ids.len()).sum() };
     let lists: usize = match message {
         Message::Payload { note } => note.text_len(),
-        Message::Announce { blocks, .. } | Message::Grant { blocks, .. } => {
-            blocks.iter().map(|list| 16 + 5 * list.ids.len()).sum()
-        }
+        Message::Announce { blocks, .. } => ids(blocks),
+        Message::Grant { blocks, digest, .. } => ids(blocks) + sums(digest),
+        Message::Delivered { digest, .. } => sums(digest),
         _ => 0,
     };
     // Names of variants, the envelope, numbers and the longest reason take less than the rest.

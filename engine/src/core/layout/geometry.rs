@@ -102,7 +102,7 @@ impl Geometry {
     }
 
     /// KV heads of one rank. The tensor parallel size is checked already.
-    pub(super) fn rank_heads(&self) -> u16 {
+    pub(in crate::core) fn rank_heads(&self) -> u16 {
         (self.kv_heads / self.tp).max(1)
     }
 }

@@ -98,6 +98,8 @@ pub(super) struct LayerMapping {
     parts: [Axis; 2],
     /// Bytes that belong together per token.
     row: u64,
+    /// Tokens of a unit.
+    tokens: u64,
     whole: LoopNest,
 }
 
@@ -145,6 +147,7 @@ impl LayerMapping {
                 Axis { count: heads.count, stride: head },
             ],
             row,
+            tokens,
             whole: LoopNest { outer: Loops::new(&[]), inner: Loops::new(&[]), len: 0 },
         };
         form.whole = form.nest(tokens);
@@ -153,6 +156,11 @@ impl LayerMapping {
             remote: remote.base + heads.remote * head_r,
         };
         (form, start)
+    }
+
+    /// Tokens of a unit; of a state its rows.
+    pub(super) fn unit_rows(&self) -> u64 {
+        self.tokens
     }
 
     /// Bytes and ranges of a whole unit, and ranges per token of one that is not whole.
@@ -178,6 +186,27 @@ impl LayerMapping {
         }
         let outer = kept[..count].partition_point(|axis| axis.stride.local >= self.block.local);
         LoopNest { outer: Loops::new(&kept[..outer]), inner: Loops::new(&kept[outer..count]), len }
+    }
+
+    /// Calls `each(offset, length)` for the ranges that tokens `rows` of a unit have on one side, in
+    /// the order of the local side. The unit begins at `origin` there, which `of` says.
+    pub(super) fn ranges(
+        &self,
+        (origin, of): (u64, fn(LocalRemote) -> u64),
+        rows: std::ops::Range<u64>,
+        mut each: impl FnMut(u64, u64),
+    ) {
+        let nest = self.nest(rows.end - rows.start);
+        let origin = origin.wrapping_add(of(self.token.times(rows.start)));
+        nest.outer.each(|outer| {
+            nest.inner.each(|inner| each(origin.wrapping_add(of(outer.plus(inner))), nest.len));
+        });
+    }
+
+    /// Where a unit of a block lies on one side, relative to the layer.
+    pub(super) fn unit_at(&self, block: u32, unit: u64, of: fn(LocalRemote) -> u64) -> u64 {
+        let block = of(self.block).wrapping_mul(u64::from(block));
+        block.wrapping_add(of(self.unit).wrapping_mul(unit))
     }
 
     /// Appends the last `rows` tokens of the first unit of `places`, which has `tokens` tokens.

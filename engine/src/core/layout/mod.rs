@@ -44,5 +44,5 @@ pub use check::{Mismatch, check};
 pub use digest::{LayerRows, LayoutDigest};
 pub use geometry::{BlockList, Geometry, GroupKind, HeadSlots, KvGroup, LayerLayout, RankLayout};
 pub use heads::{receivers, senders};
-pub use route::{Footprint, Route, TokenSpan, routes};
+pub use route::{Footprint, Route, RouteSide, TokenSpan, routes, routes_from};
 pub use slices::Slices;

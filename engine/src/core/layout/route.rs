@@ -215,6 +215,92 @@ impl PoolShape {
     }
 }
 
+/// One side of a route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RouteSide {
+    Local,
+    Remote,
+}
+
+impl Route {
+    /// The region of a layer on one side.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn region_on(&self, side: RouteSide, layer: u16) -> u16 {
+        let (local, remote) = self.regions(layer);
+        if side == RouteSide::Local { local } else { remote }
+    }
+
+    /// Tokens of the smaller block of both sides in a group; 1 for a state.
+    pub fn unit_tokens(&self, group: usize) -> u32 {
+        let group = &self.groups[group];
+        if group.state { 1 } else { group.unit as u32 }
+    }
+
+    /// Calls `each(offset, length)` for the byte ranges on one side of tokens `rows` of the unit with
+    /// this number, counted in the prompt, in an order that is the same on both sides. Of a state
+    /// the one unit is whole.
+    ///
+    /// # Errors
+    /// The block list does not have the unit, or names a block outside the pool.
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn unit_ranges(
+        &self,
+        (side, list): (RouteSide, &BlockList),
+        layer: u16,
+        unit: u32,
+        rows: std::ops::Range<u32>,
+        each: impl FnMut(u64, u64),
+    ) -> Result<(), Mismatch> {
+        let at = &self.layers[usize::from(layer)];
+        let (group, form) = (&self.groups[at.group], &self.forms[at.form]);
+        let (name, pool, of): (_, _, fn(LocalRemote) -> u64) = match side {
+            RouteSide::Local => ("local", &group.local, |both| both.local),
+            RouteSide::Remote => ("remote", &group.remote, |both| both.remote),
+        };
+        let unit = u64::from(unit);
+        let (places, rows) = match group.state {
+            true => (pool.state(name, list)?, 0..form.unit_rows()),
+            false => {
+                let places = pool.cover(name, list, unit..unit + 1, group.unit)?;
+                (places, u64::from(rows.start)..u64::from(rows.end))
+            }
+        };
+        let origin = form.unit_at(places.ids[0], places.skip, of).wrapping_add(of(at.start));
+        form.ranges((origin, of), rows, each);
+        Ok(())
+    }
+}
+
+/// The routes by which one rank of a receiver gets its part, ascending by the source's rank. Unlike
+/// those of [`routes`] their local side is the source, so that what is planned by them comes in the
+/// same order on both sides.
+///
+/// # Errors
+/// As [`super::check()`].
+pub fn routes_from(
+    source: (&Geometry, &[RankLayout]),
+    receiver: (&Geometry, &RankLayout),
+) -> Result<Vec<Route>, Mismatch> {
+    check_rank(receiver, source)?;
+    let mut ranks: Vec<&RankLayout> = source.1.iter().collect();
+    ranks.sort_unstable_by_key(|rank| rank.rank);
+    let route = |rank: &&RankLayout| {
+        let share = share(source.0, receiver.0, rank.rank, receiver.1.rank)?;
+        let heads = HeadRange {
+            local: u64::from(share.source),
+            remote: u64::from(share.receiver),
+            count: u64::from(share.heads),
+        };
+        let route = build((source.0, rank), receiver, heads);
+        Some(Route { remote_rank: rank.rank, ..route })
+    };
+    Ok(ranks.iter().filter_map(route).collect())
+}
+
 /// The routes of one rank of the local engine to the ranks of the peer, ascending;
 /// `local_is_source` says who has the KV. Every head that a receiver rank needs comes from exactly
 /// one source rank.

@@ -51,6 +51,11 @@ pub struct MoriioSettings {
     /// Links by which notices come, and likewise receivers of notices, at a time. Further links are
     /// closed at once, notices to further receivers are dropped.
     pub links_max: u32,
+    /// Nothing else is spoken, as by vLLM's own connector: peers are told no other, and a decode asks
+    /// none whether they speak another.
+    // Left out where it says nothing: the hash of a trace is also over its settings.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub only: bool,
 }
 
 impl Default for MoriioSettings {
@@ -66,6 +71,7 @@ impl Default for MoriioSettings {
             early_max: 65_536,
             peers_max: 4_096,
             links_max: 8_192,
+            only: false,
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Peers that speak MoRIIO, the wire of vLLM 0.32.0's own connector.
+//! Peers that speak MoRIIO, the wire of the connector of that name in vLLM 0.32.0 and 0.33.0.
 //!
 //! [`MoriioPeers`] is to them what [`Peers`](super::peers::Peers) is to native peers: the cores
 //! send it the same messages and get the same events, and do not know the difference. What the wire
@@ -6,7 +6,12 @@
 //! `decode_proxy` asks a prefill on behalf of its decode. `handshake` learns where a peer's KV
 //! lies, `notice` sends and takes the one-way notices that all the rest consists of.
 //!
-//! The wire has no cancel, no failure notice, no lease and no incarnations. Hence a decode gets its
+//! On this wire each TP rank listens for itself and tells its own memory, so one core here answers
+//! at the ports of all its ranks and asks all ranks of a peer. What the ranks of a peer say one by
+//! one the core is told as one.
+//!
+//! The wire has no cancel, no lease, no incarnations, and a failure notice only from 0.33.0 on.
+//! Hence a decode gets its
 //! blocks back early only by keeping the prefill out for good, and a prefill frees what nobody
 //! released after a fixed time; see `CONTRACT.md`.
 //!
@@ -32,24 +37,24 @@ pub(super) use handshake::PENDING_MAX;
 
 use super::command::ControlCommand;
 use super::dialect::moriio::DecodeError;
-use super::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
+use super::dialect::moriio::handshake::REQUEST;
 use super::dialect::moriio::params::MoriioRemote;
 use super::dialect::moriio::ports::DialPurpose;
 use super::error::{Failure, stranger};
-use super::ids::{ConnectionId, TransferId};
+use super::ids::{ConnectionId, TP_MAX, TransferId};
 use super::layout::check::refuse;
 use super::layout::{Geometry, Mismatch, RankLayout};
 use super::machine::Gauges;
-use super::message::{Message, MoriioLeg, Role};
+use super::message::{Message, Mode, MoriioLeg, Role};
 use super::peers::{PeerEvent, PeerInfo, PeerTurn, unused};
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
 use decode_proxy::{DecodeProxy, EarlyNotices};
-use handshake::MoriioConnection;
+use handshake::{MoriioConnection, RankReplies};
 use notice::NoticeSender;
 use prefill_proxy::PrefillProxy;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The fence key of everyone who speaks MoRIIO: it has no hello on which one could be agreed.
@@ -94,20 +99,24 @@ pub struct MoriioCounters {
 pub struct MoriioPeers {
     config: MoriioConfig,
     role: Role,
+    mode: Mode,
     geometry: Arc<Geometry>,
     ranks: Option<Vec<RankLayout>>,
-    /// What a handshake is answered, or why the own memory is of no use to the peers.
-    replies: Result<(AgentMetadata, LayerMemory), Mismatch>,
+    /// What a handshake with each rank is answered, or why the own memory is of no use to the peers.
+    replies: Result<Vec<RankReplies>, Mismatch>,
     last_id: u32,
     next_link: u32,
     connections: BTreeMap<ConnectionId, MoriioConnection>,
-    targets: BTreeMap<Endpoint, ConnectionId>,
-    /// Handshakes that are under way.
-    handshakes: BTreeMap<LinkId, ConnectionId>,
-    /// Links of diallers that asked for memory before it was registered.
-    early_calls: BTreeSet<LinkId>,
-    /// Links by which notices come.
-    notify_links: BTreeMap<LinkId, Option<Endpoint>>,
+    /// By where their first rank listens, and the number of ranks.
+    targets: BTreeMap<(Endpoint, u16), ConnectionId>,
+    /// Handshakes that are under way, each with the peer and its rank.
+    handshakes: BTreeMap<LinkId, (ConnectionId, usize)>,
+    /// Links of diallers that asked for the memory of a rank before it was registered.
+    early_calls: BTreeMap<LinkId, u16>,
+    /// Links by which ranks above 0 are asked for their memory.
+    rank_links: BTreeMap<LinkId, (u16, Option<Endpoint>)>,
+    /// Links by which notices come, with the rank that they are for.
+    notify_links: BTreeMap<LinkId, (u16, Option<Endpoint>)>,
     notices: NoticeSender,
     feeds: BTreeMap<TransferId, DecodeProxy>,
     early: BTreeMap<TransferId, EarlyNotices>,
@@ -118,10 +127,15 @@ pub struct MoriioPeers {
 
 impl MoriioPeers {
     /// No peers yet. Nothing is said before [`MoriioPeers::set_ranks`].
-    pub fn new(config: MoriioConfig, role: Role, geometry: Arc<Geometry>) -> MoriioPeers {
+    pub fn new(
+        config: MoriioConfig,
+        (role, mode): (Role, Mode),
+        geometry: Arc<Geometry>,
+    ) -> MoriioPeers {
         MoriioPeers {
             config,
             role,
+            mode,
             geometry,
             ranks: None,
             replies: Err(Mismatch("the memory is not registered".into())),
@@ -130,7 +144,8 @@ impl MoriioPeers {
             connections: BTreeMap::new(),
             targets: BTreeMap::new(),
             handshakes: BTreeMap::new(),
-            early_calls: BTreeSet::new(),
+            early_calls: BTreeMap::new(),
+            rank_links: BTreeMap::new(),
             notify_links: BTreeMap::new(),
             notices: NoticeSender::default(),
             feeds: BTreeMap::new(),
@@ -146,14 +161,11 @@ impl MoriioPeers {
         if self.ranks.as_ref() == Some(&ranks) {
             return;
         }
-        self.replies = match &ranks[..] {
-            _ if self.config.closed.is_some() => {
-                refuse(format_args!("{}", self.config.closed.as_deref().unwrap_or_default()))
-            }
-            [rank] => memory::replies(&self.config, rank),
-            ranks => {
-                let tp = ranks.len();
-                refuse(format_args!("peers that speak MoRIIO need TP 1, this engine has {tp}"))
+        self.replies = match self.config.closed.as_deref() {
+            Some(closed) => refuse(format_args!("{closed}")),
+            None => {
+                let own = |rank| memory::replies(&self.config, &self.geometry, rank);
+                ranks.iter().map(own).collect()
             }
         };
         let rebuilt = self.ranks.replace(ranks).is_some();
@@ -165,19 +177,31 @@ impl MoriioPeers {
                 self.dial(connection, turn);
             }
         }
-        for link in std::mem::take(&mut self.early_calls) {
-            self.answer(link, turn);
+        for call in std::mem::take(&mut self.early_calls) {
+            self.answer(call, turn);
         }
     }
 
-    /// Whether a leg with a peer that speaks MoRIIO can be taken.
+    /// Whether a leg in MoRIIO's form can be taken. A prefill takes any: who comes for it may be
+    /// native. A decode goes to no peer that such a leg names where they are not dealt with.
     ///
     /// # Errors
-    /// Why such peers are not dealt with, or why this engine's memory is of no use to them.
+    /// That it is so.
     pub fn admits(&self, leg: &MoriioLeg) -> Result<(), Failure> {
+        match &self.config.closed {
+            Some(why) if self.role == Role::Decode && leg.peer.is_some() => {
+                Err(Failure::mismatch(&**why))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether peers that speak MoRIIO can use this engine's memory, as far as it is known.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn fits(&self) -> Result<(), Failure> {
         match (&self.ranks, &self.replies) {
-            // It names nobody, and will be told so.
-            _ if self.role == Role::Decode && leg.peer.is_none() => Ok(()),
             (Some(_), Err(mismatch)) => Err(Failure::Mismatch(mismatch.clone())),
             _ => Ok(()),
         }
@@ -198,9 +222,12 @@ impl MoriioPeers {
         turn: &mut PeerTurn<'_>,
     ) -> Option<ControlEvent> {
         match event {
-            ControlEvent::LinkUp { link, channel: LinkKind::Notify, from } if link.is_inbound() => {
-                self.hear_link(link, from, turn);
-            }
+            ControlEvent::LinkUp { link, channel, from } if link.is_inbound() => match channel {
+                LinkKind::Notify => self.hear_link(link, (0, from), turn),
+                LinkKind::RankNotify(rank) => self.hear_link(link, (rank, from), turn),
+                LinkKind::RankHandshake(rank) => self.ask_link(link, (rank, from), turn),
+                _ => return Some(ControlEvent::LinkUp { link, channel, from }),
+            },
             ControlEvent::LinkUp { link, .. } if self.is_own(link) => self.link_up(link, turn),
             ControlEvent::Frame { link, parts } if self.notify_links.contains_key(&link) => {
                 self.on_notice(link, &parts, turn);
@@ -209,13 +236,22 @@ impl MoriioPeers {
                 self.on_reply(link, &parts, turn);
             }
             ControlEvent::Frame { link, parts } if handshake::is_call(&parts) => {
-                self.answer(link, turn);
+                let rank = self.rank_links.get(&link).map_or(0, |(rank, _)| *rank);
+                self.answer((link, rank), turn);
+            }
+            // Who speaks the native dialect says hello to rank 0.
+            ControlEvent::Frame { link, .. } if self.rank_links.contains_key(&link) => {
+                let error = DecodeError { frame: "handshake", rule: "unknown call".into() };
+                self.violation(link, &error, turn);
             }
             ControlEvent::LinkDown { link } if self.notify_links.remove(&link).is_some() => {}
             ControlEvent::LinkDown { link } if self.is_own(link) => self.link_down(link, turn),
             other => {
                 if let ControlEvent::LinkDown { link } = &other {
                     self.early_calls.remove(link);
+                    if self.rank_links.remove(link).is_some() {
+                        return None;
+                    }
                 }
                 return Some(other);
             }
@@ -223,14 +259,38 @@ impl MoriioPeers {
         None
     }
 
-    /// Somebody will send notices by this link, unless too many do.
-    fn hear_link(&mut self, link: LinkId, from: Option<Endpoint>, turn: &mut PeerTurn<'_>) {
-        let is_full = self.notify_links.len() >= self.config.settings.links_max as usize;
-        if !is_full && self.config.closed.is_none() {
-            self.notify_links.insert(link, from);
+    /// Somebody will send notices for a rank by this link, unless too many do.
+    fn hear_link(
+        &mut self,
+        link: LinkId,
+        (rank, from): (u16, Option<Endpoint>),
+        turn: &mut PeerTurn<'_>,
+    ) {
+        if self.takes_link(self.notify_links.len(), rank) {
+            self.notify_links.insert(link, (rank, from));
         } else {
             turn.commands.push(ControlCommand::HangUp { link });
         }
+    }
+
+    /// Somebody will ask for the memory of a rank by this link, unless too many do.
+    fn ask_link(
+        &mut self,
+        link: LinkId,
+        (rank, from): (u16, Option<Endpoint>),
+        turn: &mut PeerTurn<'_>,
+    ) {
+        if self.takes_link(self.rank_links.len(), rank) {
+            self.rank_links.insert(link, (rank, from));
+        } else {
+            turn.commands.push(ControlCommand::HangUp { link });
+        }
+    }
+
+    /// Whether a link for a rank is kept beside others.
+    fn takes_link(&self, others: usize, rank: u16) -> bool {
+        let is_full = others >= self.config.settings.links_max as usize;
+        !is_full && self.config.closed.is_none() && rank < self.geometry.tp
     }
 
     fn link_up(&mut self, link: LinkId, turn: &mut PeerTurn<'_>) {
@@ -287,9 +347,9 @@ impl MoriioPeers {
     /// Ends all that is under way with a peer, with `Down`. Unknown connections are ignored.
     pub fn fail(&mut self, connection: ConnectionId, failure: Failure, turn: &mut PeerTurn<'_>) {
         let Some(state) = self.connections.remove(&connection) else { return };
-        self.targets.remove(&state.endpoint);
+        self.targets.remove(&state.target());
         self.timers.cancel(&MoriioTimer::Handshake(connection));
-        if let Some(link) = state.link {
+        for link in state.ranks.iter().filter_map(|rank| rank.link) {
             self.handshakes.remove(&link);
             turn.commands.push(ControlCommand::HangUp { link });
         }
@@ -314,7 +374,8 @@ impl MoriioPeers {
 
     /// Sizes and counts; takes time in proportion to the number of peers.
     pub(super) fn gauges(&self) -> Gauges {
-        let links = self.handshakes.len() + self.notify_links.len() + self.notices.links();
+        let inbound = self.notify_links.len() + self.rank_links.len();
+        let links = self.handshakes.len() + inbound + self.notices.links();
         let pending: usize = self.connections.values().map(MoriioConnection::pending).sum();
         let early: usize = self.early.values().map(EarlyNotices::entries).sum();
         let entries = self.feeds.len() + self.fetches.len() + early;
@@ -332,27 +393,31 @@ impl MoriioPeers {
 
     /// The connection of a peer; starts a handshake if there is none, or none that can be trusted.
     fn connection_of(&mut self, peer: &MoriioLeg, turn: &mut PeerTurn<'_>) -> ConnectionId {
-        let endpoint =
-            peer.peer.as_ref().map(|peer| self.endpoint(DialPurpose::Handshake, peer, 0));
-        if let Some(Ok(endpoint)) = &endpoint
-            && let Some(connection) = self.targets.get(endpoint).copied()
-        {
+        let endpoints = match &peer.peer {
+            Some(peer) => self.endpoints(peer),
+            None => Err(Failure::Unreachable),
+        };
+        let target = endpoints.as_ref().ok().map(|ranks| (ranks[0].clone(), ranks.len() as u16));
+        if let Some(connection) = target.as_ref().and_then(|target| self.targets.get(target)) {
+            let connection = *connection;
             self.verify(connection, turn);
             return connection;
         }
+        let ranks = endpoints.as_ref().map_or(0, Vec::len);
         let full = self.connections.len() >= self.config.settings.peers_max as usize
+            || self.handshakes.len() + ranks > self.config.settings.links_max as usize
             || self.last_id >= CONNECTION_MAX - 1;
-        let endpoint = match endpoint {
-            Some(Ok(_)) if full => Err(Failure::Overload),
-            Some(endpoint) => endpoint,
-            None => Err(Failure::Unreachable),
+        let endpoints = match endpoints {
+            Ok(_) if full => Err(Failure::Overload),
+            endpoints => endpoints,
         };
-        match endpoint {
-            Ok(endpoint) => {
+        match endpoints {
+            Ok(endpoints) => {
                 self.last_id += 1;
                 let connection = ConnectionId(ConnectionId::MORIIO | self.last_id);
-                self.targets.insert(endpoint.clone(), connection);
-                self.connections.insert(connection, MoriioConnection::new(endpoint));
+                let state = MoriioConnection::new(endpoints);
+                self.targets.insert(state.target(), connection);
+                self.connections.insert(connection, state);
                 self.dial(connection, turn);
                 connection
             }
@@ -365,6 +430,20 @@ impl MoriioPeers {
                 NOBODY
             }
         }
+    }
+
+    /// TP ranks of a peer.
+    fn tp_of(&self, peer: &MoriioRemote) -> u16 {
+        peer.shape.tp_size_or(self.geometry.tp)
+    }
+
+    /// Where the TP ranks of a peer are asked for their memory; at least one.
+    fn endpoints(&self, peer: &MoriioRemote) -> Result<Vec<Endpoint>, Failure> {
+        let tp = self.tp_of(peer);
+        if !(1..=TP_MAX).contains(&tp) {
+            return Err(Failure::mismatch(format!("a peer of {tp} TP ranks, not 1..={TP_MAX}")));
+        }
+        (0..tp).map(|rank| self.endpoint(DialPurpose::Handshake, peer, rank)).collect()
     }
 
     /// Where a TP rank of a peer listens.
@@ -389,13 +468,15 @@ impl MoriioPeers {
 
     fn violation(&mut self, link: LinkId, error: &DecodeError, turn: &mut PeerTurn<'_>) {
         self.counters.violations = self.counters.violations.saturating_add(1);
-        let peer = match self
-            .handshakes
-            .get(&link)
-            .and_then(|connection| self.connections.get(connection))
-        {
-            Some(connection) => connection.endpoint.to_string(),
-            None => stranger(link, self.notify_links.get(&link).and_then(Option::as_ref)),
+        let asked = self.handshakes.get(&link).and_then(|(connection, rank)| {
+            Some(&self.connections.get(connection)?.ranks[*rank].endpoint)
+        });
+        let peer = match asked {
+            Some(endpoint) => endpoint.to_string(),
+            None => {
+                let known = self.notify_links.get(&link).or_else(|| self.rank_links.get(&link));
+                stranger(link, known.and_then(|(_, from)| from.as_ref()))
+            }
         };
         turn.events.push(PeerEvent::Violation(error.violation(&peer)));
     }

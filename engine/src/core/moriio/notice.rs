@@ -1,5 +1,6 @@
 //! Notices: one way, unanswered, over a link per receiver that is kept.
 
+use super::decode_proxy::HeardRelease;
 use super::{MoriioPeers, MoriioTimer};
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::notify::{
@@ -131,19 +132,24 @@ impl MoriioPeers {
 
     /// A notice came. What is none is counted, reported and dropped.
     pub(super) fn on_notice(&mut self, link: LinkId, parts: &[Vec<u8>], turn: &mut PeerTurn<'_>) {
+        let rank = self.notify_links.get(&link).map_or(0, |(rank, _)| *rank);
         let heard = match self.role {
             Role::Prefill => decode_at_prefill(parts).map(Ok),
             Role::Decode => decode_at_decode(parts).map(Err),
         };
         match heard {
-            Ok(Ok(ReceivedPrefillNotice::RemoteBlocks(notice))) => self.on_blocks(&notice, turn),
-            Ok(Ok(ReceivedPrefillNotice::Release(notice))) => self.on_release(&notice, turn),
+            Ok(Ok(ReceivedPrefillNotice::RemoteBlocks(notice))) => {
+                self.on_blocks(rank, notice, turn);
+            }
+            Ok(Ok(ReceivedPrefillNotice::Release(notice))) => {
+                self.on_release(HeardRelease { rank, link, notice }, turn);
+            }
             Ok(Ok(ReceivedPrefillNotice::Unusable { transfer, rule })) => {
                 let error = super::DecodeError { frame: "remote_blocks", rule: rule.into() };
                 self.violation(link, &error, turn);
                 self.unusable(&transfer, turn);
             }
-            Ok(Err(transfer)) => self.on_written(&transfer, turn),
+            Ok(Err(notice)) => self.on_writer(&notice, (rank, link), turn),
             Err(error) => self.violation(link, &error, turn),
         }
     }

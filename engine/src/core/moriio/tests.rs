@@ -12,8 +12,8 @@ fn peers() -> MoriioPeers {
         settings: MoriioSettings::default(),
         closed: None,
     };
-    let mut peers =
-        MoriioPeers::new(config, Role::Decode, Arc::new(Geometry::new("m", 1, Vec::new())));
+    let geometry = Arc::new(Geometry::new("m", 1, Vec::new()));
+    let mut peers = MoriioPeers::new(config, (Role::Decode, Mode::Push), geometry);
     peers.ranks = Some(Vec::new());
     peers
 }

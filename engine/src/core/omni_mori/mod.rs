@@ -213,7 +213,7 @@ impl OmniMori {
             DataEvent::Completed { op, outcome } => self.completed(op, outcome, turn),
             DataEvent::Quiet { ticket, .. } => self.quiet(ticket, turn),
             DataEvent::PeerDown { peer } => self.target_peer_down(peer, turn),
-            DataEvent::Fenced { .. } => {}
+            DataEvent::Fenced { .. } | DataEvent::Digested { .. } => {}
             DataEvent::Reset { address } => {
                 self.config.address = address;
                 self.is_registered = false;
@@ -242,6 +242,7 @@ impl OmniMori {
                 self.target_failed(session, &format!("the region: {why}"), turn);
             }
             DataRefusal::Submit { op, why } => self.not_submitted(op, why, turn),
+            DataRefusal::Digest { .. } => {}
         }
     }
 

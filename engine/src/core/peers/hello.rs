@@ -73,6 +73,15 @@ fn check(
             me.capabilities, hello.capabilities
         ));
     }
+    let verifies = |capabilities: u32| capabilities & capability::VERIFY != 0;
+    if verifies(me.capabilities) != verifies(hello.capabilities)
+        && !planted!("who-does-not-verify-is-let-in")
+    {
+        let (one, other) = if verifies(me.capabilities) { (mine, theirs) } else { (theirs, mine) };
+        return refuse(format!(
+            "{one} verifies KV and {other} does not: set `verify` on both or on neither"
+        ));
+    }
     let (own, other) = ((&*me.geometry, ranks), (&hello.geometry, &*hello.ranks));
     let fit = match me.role {
         Role::Prefill => layout::check(own, other),

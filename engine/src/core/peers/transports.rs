@@ -8,6 +8,7 @@ use crate::core::dialect::moriio::handshake::AgentMetadata;
 use crate::core::dialect::native::{
     self, ConnectionHeader, DecodeError, Frame, UnreadableFrame, UnreadableMessage,
 };
+use crate::core::error::speaks_only_moriio;
 use crate::core::error::{Failure, stranger};
 use crate::core::ids::ConnectionId;
 use crate::core::time::Nanos;
@@ -131,8 +132,8 @@ impl Peers {
                 self.say_hello(&self.connections[&id], link, turn);
             }
             Ok(_) => {
-                let reason = format!("{} speaks only MoRIIO", connection.engine);
-                self.end(id, Failure::HelloRefused(reason.into()), turn);
+                let failure = speaks_only_moriio(&connection.engine);
+                self.end(id, failure, turn);
             }
             Err(error) => self.violation(link, &error, turn),
         }

@@ -33,6 +33,7 @@
 mod receiver;
 mod receivers;
 mod request;
+mod verify;
 
 use super::by_peer::ByPeer;
 use super::config::CoreConfig;
@@ -48,6 +49,7 @@ use super::peers::PeerEvent;
 use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
+use super::verify::{DigestPlan, KvDigest};
 use receiver::{Receiver, ReceiverRequest};
 use request::PrefillRequest;
 use std::collections::{BTreeMap, BTreeSet};
@@ -97,6 +99,10 @@ struct FlowEntry {
     source: SourceId,
     left: RankSet,
     failure: Option<Failure>,
+    /// What they digest of it.
+    plan: Option<DigestPlan>,
+    /// What the ranks have digested so far, if the receiver wants that.
+    digest: Option<Box<KvDigest>>,
 }
 
 /// The prefill state machine of one engine core.
@@ -154,14 +160,14 @@ impl Prefill {
     ) {
         match message {
             Message::Ask { tag, tokens } => {
-                self.wanted(connection, tag, tokens, ReceiverRequest::Ask, turn);
+                self.wanted(connection, tag, (tokens, None), ReceiverRequest::Ask, turn);
             }
-            Message::Announce { tag, tokens, from, blocks } => {
+            Message::Announce { tag, tokens, from, blocks, verify } => {
                 let want = ReceiverRequest::Push { from, blocks: blocks.into() };
-                self.wanted(connection, tag, tokens, want, turn);
+                self.wanted(connection, tag, (tokens, verify), want, turn);
             }
-            Message::Pull { tag, tokens } => {
-                self.wanted(connection, tag, tokens, ReceiverRequest::Pull, turn);
+            Message::Pull { tag, tokens, verify } => {
+                self.wanted(connection, tag, (tokens, verify), ReceiverRequest::Pull, turn);
             }
             Message::Renew { tag, count } => self.renew(connection, tag, count, turn),
             Message::Release { tag, ranks } => self.released(connection, &tag, ranks, turn),
@@ -183,6 +189,7 @@ impl Prefill {
         let Some(flow) = self.flows.get_mut(&id) else { return };
         match state {
             FlowState::Moving => return,
+            FlowState::Digested(digest) => return self.flow_digested(id, &digest),
             FlowState::Failing(failure) => {
                 flow.failure.get_or_insert(failure);
                 return self.flow_failing(id, turn);

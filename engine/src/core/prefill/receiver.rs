@@ -4,6 +4,7 @@ use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet};
 use crate::core::message::AttemptTag;
 use crate::core::peer_manager::GroupBlocks;
+use crate::core::verify::VerifyRequest;
 
 /// What a receiver asked for.
 #[derive(Clone, Debug)]
@@ -25,6 +26,8 @@ pub(super) enum ReceiverState {
     Restarting(FlowId),
     /// The flow stops for good; the receiver has been told why.
     Ending(FlowId, Failure),
+    /// Pull: the ranks digest what will be granted.
+    Digesting(FlowId),
     /// The receiver reads under a lease.
     Granted {
         released: RankSet,
@@ -39,6 +42,8 @@ pub(super) struct Receiver {
     pub(super) tag: AttemptTag,
     pub(super) tokens: u32,
     pub(super) want: ReceiverRequest,
+    /// What is to be proved to it.
+    pub(super) verify: Option<VerifyRequest>,
     /// The receiver was told that the prompt (pull: the last of it) is being computed.
     pub(super) begun: bool,
     pub(super) state: ReceiverState,
@@ -53,6 +58,7 @@ impl Receiver {
                 ReceiverRequest::Push { .. } => true,
                 ReceiverRequest::Pull => self.begun,
             },
+            ReceiverState::Digesting(_) => self.begun,
             ReceiverState::Writing(_) | ReceiverState::Restarting(_) => true,
             ReceiverState::Ending(..) | ReceiverState::Granted { .. } => false,
         }

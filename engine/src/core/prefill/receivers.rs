@@ -12,7 +12,13 @@ use crate::core::ids::{
 };
 use crate::core::message::{AttemptTag, Message, Mode, TransferJob};
 use crate::core::time::Nanos;
+use crate::core::verify::{DigestPlan, KvDigest, VerifyRequest};
 use crate::fabric::Refused;
+
+/// Why a receiver cannot be told what it is to be told.
+fn too_large() -> Failure {
+    Failure::Refused(Refused::Invalid("too many blocks for a frame".into()))
+}
 
 impl Prefill {
     fn tell(&mut self, connection: ConnectionId, message: Message, turn: &mut PrefillTurn<'_>) {
@@ -54,7 +60,7 @@ impl Prefill {
         &mut self,
         connection: ConnectionId,
         tag: AttemptTag,
-        tokens: u32,
+        (tokens, verify): (u32, Option<VerifyRequest>),
         want: ReceiverRequest,
         turn: &mut PrefillTurn<'_>,
     ) {
@@ -62,13 +68,14 @@ impl Prefill {
         if let Some(receiver) = receiver.filter(|receiver| receiver.connection == connection) {
             if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
             {
-                (receiver.want, receiver.tokens) = (want, tokens);
+                (receiver.want, receiver.tokens, receiver.verify) = (want, tokens, verify);
                 return self.bind(&tag.key, tag.sibling, turn);
             }
             if receiver.tag.attempt >= tag.attempt {
                 return;
             }
         }
+        self.make_way(connection, &tag, &want, turn);
         // A decode asks before it announces, but for one that speaks MoRIIO. What is left of a
         // receiver that has ended may come when its name is forgotten and the prompt is there
         // again.
@@ -80,11 +87,40 @@ impl Prefill {
         }
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
         let state = ReceiverState::Waiting;
-        let receiver = Receiver { connection, reader, tag, tokens, want, begun: false, state };
+        let begun = false;
+        let receiver = Receiver { connection, reader, tag, tokens, want, verify, begun, state };
         self.mentioned(turn.now, &key).receivers.insert(sibling, receiver);
         self.by_peer.insert(connection, (key.clone(), sibling));
         self.peer_manager.hold(connection, turn);
         self.bind(&key, sibling, turn);
+    }
+
+    /// A leg that names no decode is held for whoever reads it, in whose place the native peer comes
+    /// that it is for.
+    fn make_way(
+        &mut self,
+        connection: ConnectionId,
+        tag: &AttemptTag,
+        want: &ReceiverRequest,
+        turn: &mut PrefillTurn<'_>,
+    ) {
+        let is_native = matches!(want, ReceiverRequest::Pull) && !connection.is_moriio();
+        let Some(known) = self.receiver(&tag.key, tag.sibling) else { return };
+        let (anyone, is_read) = (known.connection, matches!(known.want, ReceiverRequest::Pull));
+        if !is_native
+            || !anyone.is_moriio()
+            || !is_read
+            || planted!("native-reader-finds-its-place-taken")
+        {
+            return;
+        }
+        self.peer_manager.forget(&tag.key);
+        if let Some(entry) = self.keys.get_mut(&tag.key) {
+            entry.receivers.remove(&tag.sibling);
+        }
+        self.timers.cancel(&PrefillTimer::Lease(tag.key.clone(), tag.sibling));
+        self.by_peer.remove(anyone, &(tag.key.clone(), tag.sibling));
+        self.peer_manager.unhold(anyone, turn);
     }
 
     fn accepts(&self, tag: &AttemptTag) -> Result<(), Failure> {
@@ -140,10 +176,19 @@ impl Prefill {
         match receiver.want {
             ReceiverRequest::Ask if request.begun() => self.begin(key, sibling, turn),
             ReceiverRequest::Push { .. } => {
-                self.start_flow(key, sibling, turn);
+                match self.digest_plan(key, receiver, request.leg.prompt_hash) {
+                    Ok(plan) => self.start_flow(key, sibling, plan, turn),
+                    Err(failure) => return self.end_receiver(key, sibling, failure, turn),
+                }
                 self.await_resumption(turn.now, key);
             }
-            ReceiverRequest::Pull if request.computed() => self.grant(key, sibling, turn),
+            ReceiverRequest::Pull if request.computed() => {
+                match self.digest_plan(key, receiver, request.leg.prompt_hash) {
+                    Ok(None) => self.grant(key, sibling, None, turn),
+                    Ok(Some(plan)) => self.digest_source(key, sibling, plan, turn),
+                    Err(failure) => self.end_receiver(key, sibling, failure, turn),
+                }
+            }
             ReceiverRequest::Pull if request.ending() => self.begin(key, sibling, turn),
             ReceiverRequest::Ask | ReceiverRequest::Pull => {}
         }
@@ -186,7 +231,13 @@ impl Prefill {
         }
     }
 
-    fn start_flow(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
+    fn start_flow(
+        &mut self,
+        key: &TransferKey,
+        sibling: u32,
+        verify: Option<DigestPlan>,
+        turn: &mut PrefillTurn<'_>,
+    ) {
         let flow = FlowId(self.fresh());
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(id) = &entry.request else { return };
@@ -204,6 +255,7 @@ impl Prefill {
             from: *from,
             tokens: receiver.tokens,
             blocks: blocks.clone(),
+            verify,
         });
         self.flows.insert(
             flow,
@@ -213,11 +265,19 @@ impl Prefill {
                 source: request.source,
                 left: RankSet::first(self.config.geometry.tp),
                 failure: None,
+                plan: verify,
+                digest: None,
             },
         );
     }
 
-    fn grant(&mut self, key: &TransferKey, sibling: u32, turn: &mut PrefillTurn<'_>) {
+    fn grant(
+        &mut self,
+        key: &TransferKey,
+        sibling: u32,
+        digest: Option<Box<KvDigest>>,
+        turn: &mut PrefillTurn<'_>,
+    ) {
         let lease = self.config.settings.lease;
         let Some(entry) = self.keys.get_mut(key) else { return };
         let Some(request) = entry.request.as_ref().and_then(|id| self.requests.get(id)) else {
@@ -229,10 +289,10 @@ impl Prefill {
             tokens: request.tokens,
             blocks: request.blocks.clone(),
             lease,
+            digest,
         };
         if !native::fits(&grant) {
-            let failure = Failure::Refused(Refused::Invalid("too many blocks for a frame".into()));
-            return self.end_receiver(key, sibling, failure, turn);
+            return self.end_receiver(key, sibling, too_large(), turn);
         }
         receiver.state = ReceiverState::Granted { released: RankSet::EMPTY };
         let connection = receiver.connection;
@@ -296,6 +356,11 @@ impl Prefill {
                 }
             }
             Some(ReceiverState::Waiting) => self.receiver_done(&tag.key, tag.sibling, None, turn),
+            Some(ReceiverState::Digesting(flow)) => {
+                let flow = *flow;
+                turn.push(TransferJob::Stop { flow });
+                self.receiver_done(&tag.key, tag.sibling, None, turn);
+            }
             Some(_) => self.end_receiver(&tag.key, tag.sibling, Failure::Cancelled, turn),
             None => self.released_unasked(tag, turn),
         }
@@ -360,6 +425,12 @@ impl Prefill {
         let (connection, tag) = (receiver.connection, receiver.tag.clone());
         match &mut receiver.state {
             ReceiverState::Waiting => self.end_quiet(key, sibling, failure, turn),
+            ReceiverState::Digesting(flow) => {
+                // Nothing reads it but this engine, to no purpose any more.
+                let flow = *flow;
+                turn.push(TransferJob::Stop { flow });
+                self.end_quiet(key, sibling, failure, turn);
+            }
             ReceiverState::Granted { .. } => {
                 let at_once = planted!("granted-source-freed-on-end").then(|| failure.clone());
                 self.tell_ended(connection, tag, failure, false, turn);
@@ -467,16 +538,25 @@ impl Prefill {
                     None => {
                         let (connection, tokens) = (receiver.connection, receiver.tokens);
                         let tag = receiver.tag.clone();
-                        let ranks = RankSet::first(self.config.geometry.tp);
-                        self.tell(connection, Message::Delivered { tag, ranks, tokens }, turn);
+                        let (ranks, digest) =
+                            (RankSet::first(self.config.geometry.tp), flow.digest);
+                        let delivered = Message::Delivered { tag, ranks, tokens, digest };
+                        if !native::fits(&delivered) {
+                            return self.end_quiet(&key, flow.sibling, too_large(), turn);
+                        }
+                        self.tell(connection, delivered, turn);
                         self.receiver_done(&key, flow.sibling, None, turn);
                     }
                     Some(_) if matches!(receiver.state, ReceiverState::Restarting(_)) => {
-                        self.start_flow(&key, flow.sibling, turn);
+                        self.start_flow(&key, flow.sibling, flow.plan, turn);
                     }
                     Some(failure) => self.end_quiet(&key, flow.sibling, failure, turn),
                 }
             }
+            ReceiverState::Digesting(of) if *of == id => match flow.failure {
+                None => self.grant(&key, flow.sibling, flow.digest, turn),
+                Some(failure) => self.end_quiet(&key, flow.sibling, failure, turn),
+            },
             _ => self.try_free(&key, turn),
         }
     }

@@ -210,7 +210,13 @@ impl Prefill {
 
     pub(super) fn preempted(&mut self, id: RequestId, turn: &mut PrefillTurn<'_>) {
         let source = SourceId(self.fresh());
-        let Some(request) = self.requests.get_mut(&id) else { return };
+        let Some(request) = self.requests.get_mut(&id) else {
+            // It crossed with a rejection, and the engine waits all the same.
+            if !planted!("a-rejected-prompt-is-never-safe") {
+                turn.push(PrefillAnswer::PreemptionSafe { request: id });
+            }
+            return;
+        };
         assert!(request.finished.is_none(), "{id} was preempted after it finished");
         let old = std::mem::replace(&mut request.source, source);
         self.held -= request.blocks_held();

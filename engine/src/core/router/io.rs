@@ -196,6 +196,14 @@ pub struct PairMember {
     pub tp: u16,
 }
 
+impl PairMember {
+    /// Its DP rank and their number, as peers that speak MoRIIO are told. Each rank of a native
+    /// instance has ports of its own, and is one of one to them.
+    pub fn told_dp(&self) -> (u16, u16) {
+        if self.native { (0, 1) } else { (self.dp_rank, self.dp_size) }
+    }
+}
+
 /// The part of a leg that the protocol cares about.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum LegBody {

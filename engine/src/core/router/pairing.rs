@@ -1,7 +1,8 @@
 //! Which instance gets a leg: the least loaded one in tokens, less what a known prefix saves.
 //!
 //! Prefill and decode are chosen independently, but for pairs that do not fit, which are not taken,
-//! and those between which KV did not get through lately: they are taken only if there is no other.
+//! and those between which KV did not get through lately, or that are one server: they are taken only
+//! if there is no other. A server that is both has the load of both.
 //! Among equals, who met the other side's choice longest ago is taken, then who was not chosen for
 //! longest: all pairs get used, and not P_i with D_i only.
 
@@ -12,8 +13,9 @@ use crate::core::ids::ClientId;
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
 
-/// Whether the pair is suspect, and whether the instance failed this prompt.
-type PairSuspicion = (bool, bool);
+/// Whether the pair is suspect, whether the instance failed this prompt, and whether the pair is one
+/// server.
+type PairSuspicion = (bool, bool, bool);
 
 /// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
 type LegCost = (PairSuspicion, i128, u32);
@@ -46,9 +48,11 @@ impl<'a> SelectionRequest<'a> {
         let saved = hits.saturating_mul(u64::from(self.config.prefix_tokens));
         let saved = saved.min(u64::from(self.prompt.tokens)) as u32;
         let bonus = i128::from(saved) * i128::from(self.config.affinity_percent);
-        let cost = i128::from(instance.tokens) * 100 - bonus;
+        let beside = instance.beside.and_then(|beside| self.registry.get(beside));
+        let tokens = instance.tokens + beside.map_or(0, |beside| beside.tokens);
+        let cost = i128::from(tokens) * 100 - bonus;
         let choice = Choice { instance_id: id, mode: instance.registration.mode, saved };
-        (((false, self.avoid.contains(&id)), cost, 0), choice)
+        (((false, self.avoid.contains(&id), false), cost, 0), choice)
     }
 
     /// The same for a decode of KV from `prefill`.
@@ -57,10 +61,11 @@ impl<'a> SelectionRequest<'a> {
         prefill: &RegisteredInstance,
         decode: (InstanceId, &RegisteredInstance),
     ) -> (LegCost, Choice) {
-        let (((_, avoid), cost, _), choice) = self.weigh(decode);
+        let (((_, avoid, _), cost, _), choice) = self.weigh(decode);
         let health = prefill.failing.get(&decode.0);
         let suspect = health.is_some_and(|health| health.is_suspect(self.now));
-        (((suspect, avoid), cost, health.map_or(0, Health::failures)), choice)
+        let is_one = prefill.beside == Some(decode.0);
+        (((suspect, avoid, is_one), cost, health.map_or(0, Health::failures)), choice)
     }
 
     fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
@@ -93,19 +98,21 @@ impl<'a> SelectionRequest<'a> {
         }
         self.takers(Role::Prefill)
             .filter_map(|candidate| {
-                let (((_, avoid), cost, _), choice) = self.weigh(candidate);
+                let (((_, avoid, _), cost, _), choice) = self.weigh(candidate);
                 let prefill = candidate.1;
                 let anyone = decodes[choice.mode as usize]?;
                 let understood =
                     prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
                 let all_fit = prefill.misfits.is_empty();
-                let decode = match prefill.failing.is_empty() && all_fit && understood {
+                // The best one is that of the same server.
+                let is_one = prefill.beside.is_some() && prefill.beside == anyone.only;
+                let decode = match prefill.failing.is_empty() && all_fit && understood && !is_one {
                     true => anyone,
                     false => self.best_decode(prefill)?,
                 };
-                let ((suspect, avoids), _, failures) = decode.cost;
+                let ((suspect, avoids, is_one), _, failures) = decode.cost;
                 let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
-                let doubts = (suspect, avoid, avoids);
+                let doubts = (suspect, avoid, avoids, is_one);
                 Some(((doubts, cost, failures, met, prefill.picked, choice.instance_id), choice))
             })
             .min_by_key(|(rank, _)| *rank)

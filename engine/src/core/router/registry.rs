@@ -66,6 +66,8 @@ pub(super) struct RegisteredInstance {
     /// Of a decode: the prefills that it said are out of reach, with the number of the last prompt
     /// that did not come.
     pub(super) troubles: BTreeMap<InstanceId, u32>,
+    /// The instance of the other role in the same server, which has the same KV cache.
+    pub(super) beside: Option<InstanceId>,
 }
 
 impl RegisteredInstance {
@@ -398,52 +400,12 @@ impl Registry {
                 abandoned: AbandonQueue::default(),
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
+                beside: None,
             },
         );
         self.compare(instance_id);
+        self.find_beside(instance_id);
         instance_id
-    }
-
-    /// Compares an instance with all that it could be paired with.
-    fn compare(&mut self, instance_id: InstanceId) {
-        let new = &self.instances[&instance_id];
-        let (Some(fit), role) = (new.registration.fit.clone(), new.registration.role) else {
-            return;
-        };
-        let mut found = Vec::new();
-        for (other, instance) in &self.instances {
-            let theirs = &instance.registration;
-            let Some(their_fit) = theirs.fit.as_ref().filter(|_| theirs.role != role) else {
-                continue;
-            };
-            let (source, receiver, pair) = match role {
-                Role::Prefill => (&fit, their_fit, (instance_id, *other)),
-                Role::Decode => (their_fit, &fit, (*other, instance_id)),
-            };
-            found.extend(source.check(receiver).err().map(|why| (pair, why)));
-        }
-        for ((prefill, decode), why) in found {
-            self.instance_mut(prefill).misfits.insert(decode, why);
-        }
-    }
-
-    /// Why a pair is not made, if there are prefills and decodes that could talk and none of them
-    /// fit.
-    pub(super) fn only_misfits(&self) -> Option<&Mismatch> {
-        let mut why = None;
-        for (_, prefill) in self.of_role(Role::Prefill) {
-            for (instance_id, decode) in self.of_role(Role::Decode) {
-                let mode = prefill.registration.mode == decode.registration.mode;
-                if !mode || !decode.understands(prefill) {
-                    continue;
-                }
-                match prefill.misfits.get(&instance_id) {
-                    Some(misfit) => why = Some(misfit),
-                    None => return None,
-                }
-            }
-        }
-        why
     }
 
     /// Remembers the name of an instance that left.
@@ -462,6 +424,7 @@ impl Registry {
             other.failing.remove(&instance_id);
             other.misfits.remove(&instance_id);
             other.troubles.remove(&instance_id);
+            other.beside.take_if(|beside| *beside == instance_id);
         }
         let engine = instance.registration.engine;
         let place = InstancePresence::Live(instance_id);
@@ -575,6 +538,7 @@ fn refresh(
     Ok(())
 }
 
+mod pairs;
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;

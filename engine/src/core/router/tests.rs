@@ -10,16 +10,20 @@ struct RouterBench {
     router: Router,
     seen: (u32, u32),
     legs: Vec<LegId>,
+    /// Where they were sent.
+    sent: Vec<Endpoint>,
 }
 
 impl RouterBench {
     fn give(&mut self, input: RouterInput) {
         let mut out = Outbox::new();
         self.router.handle(Nanos(1), input, &mut out);
-        self.legs.extend(out.take().into_iter().filter_map(|effect| match effect {
-            RouterEffect::Dispatch { leg, .. } => Some(leg),
-            _ => None,
-        }));
+        for effect in out.take() {
+            if let RouterEffect::Dispatch { leg, http, .. } = effect {
+                self.legs.push(leg);
+                self.sent.push(http);
+            }
+        }
     }
 
     /// So many entries and remembered ones more, or less, than before.
@@ -39,7 +43,11 @@ impl RouterBench {
     }
 
     fn request(&mut self, client: u64) {
-        let prompts = vec![RoutedPrompt { tokens: 1_100, prefix: [1, 2].into() }];
+        self.request_of(client, [1, 2]);
+    }
+
+    fn request_of(&mut self, client: u64, prefix: [u64; 2]) {
+        let prompts = vec![RoutedPrompt { tokens: 1_100, prefix: prefix.into() }];
         let client = ClientId(client);
         self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 9 }));
     }
@@ -48,7 +56,7 @@ impl RouterBench {
 fn table() -> RouterBench {
     let config = RouterConfig { instances_max: 3, prefixes_max: 2, ..RouterConfig::default() };
     let router = Router::new(config, Incarnation(1));
-    RouterBench { router, seen: (0, 0), legs: Vec::new() }
+    RouterBench { router, seen: (0, 0), legs: Vec::new(), sent: Vec::new() }
 }
 
 fn registration(engine: &str, sequence: u64) -> Registration {
@@ -142,4 +150,38 @@ fn of_what_a_decode_says_no_more_is_kept_than_it_may_say() {
     let troubles = vec![trouble; 1_000];
     table.give(RouterInput::Register(Registration { troubles, ..registration("d", 2) }));
     table.sees(0, 32);
+}
+
+/// Where the two legs of each request go, with these instances, each at a server.
+fn pairs_of<const N: usize>(instances: &[(&str, &str)]) -> [(String, String); N] {
+    let config = RouterConfig { instances_max: 8, ..RouterConfig::default() };
+    let mut table = RouterBench { router: Router::new(config, Incarnation(1)), ..table() };
+    for (engine, server) in instances {
+        let at = Endpoint::from(*server);
+        table.give(RouterInput::Register(Registration { http: at, ..registration(engine, 1) }));
+    }
+    std::array::from_fn(|client| {
+        table.request_of(client as u64, [client as u64, 2]);
+        let [prefill, decode] = &table.sent[2 * client..] else { panic!("{:?}", table.sent) };
+        (prefill.to_string(), decode.to_string())
+    })
+}
+
+#[test]
+fn a_server_of_both_roles_hands_over_to_another_one_if_there_is_one() {
+    let both = [("p1", "a"), ("d1", "a"), ("p2", "b"), ("d2", "b")];
+    let pairs: [_; 8] = pairs_of(&both);
+    assert!(pairs.iter().all(|(prefill, decode)| prefill != decode), "{pairs:?}");
+    let pairs: [_; 3] = pairs_of(&[("p1", "a"), ("d1", "a"), ("p2", "b")]);
+    assert!(pairs.iter().all(|pair| *pair == ("b".into(), "a".into())), "{pairs:?}");
+    assert_eq!(pairs_of(&both[..2]), [("a".into(), "a".into())]);
+}
+
+#[test]
+fn a_server_of_both_roles_has_the_load_of_both() {
+    let instances = [("p1", "a"), ("d1", "b"), ("d2", "c"), ("p3", "b")];
+    let [first, second] = pairs_of(&instances);
+    assert_eq!(first, ("a".into(), "b".into()));
+    // What is decoded at b is a little more than what was prefilled at a.
+    assert_eq!(second, ("a".into(), "c".into()));
 }

@@ -9,6 +9,7 @@ use crate::core::ids::{ConnectionId, FlowId, SourceId};
 use crate::core::layout::BlockList;
 use crate::core::message::{FlowState, TransferReport};
 use crate::core::time::Nanos;
+use crate::core::verify::DigestPlan;
 use crate::fabric::{FabricError, Placement, SessionId};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -94,12 +95,16 @@ impl Transfer {
     pub(super) fn start_flow(
         &mut self,
         id: FlowId,
-        peer: ConnectionId,
+        (peer, verify): (ConnectionId, Option<DigestPlan>),
         (from, tokens): (u32, u32),
         (local, remote): (LocalKv, Arc<Vec<BlockList>>),
         turn: &mut TransferTurn<'_>,
     ) {
         let usable = self.peers.get(&peer).map_or(Err(Failure::Unreachable), TransferPeer::usable);
+        let usable = usable.and_then(|units| {
+            let plan = verify.map(|plan| (peer, plan));
+            plan.map_or(Ok(()), |plan| self.begin_digest(id, plan, tokens, false)).map(|()| units)
+        });
         let units = match usable {
             Ok(units) => units,
             Err(failure) => {
@@ -138,21 +143,21 @@ impl Transfer {
     /// Queues what the flow can move now in units that end with one of `layers`, and ends it if
     /// that was all.
     pub(super) fn advance(&mut self, id: FlowId, layers: Range<u16>, turn: &mut TransferTurn<'_>) {
-        self.queue_stripes(id, layers);
+        if let Some(first) = self.queue_stripes(id, layers) {
+            self.digest_pieces(id, first, turn);
+        }
         self.finish_if_done(id, turn);
     }
 
-    fn queue_stripes(&mut self, id: FlowId, layers: Range<u16>) {
-        let Some(flow) = self.flows.get_mut(&id) else { return };
-        let Some(peer) = self.peers.get(&flow.peer) else { return };
+    /// Queues what can be moved; says which piece of it is the first.
+    fn queue_stripes(&mut self, id: FlowId, layers: Range<u16>) -> Option<usize> {
+        let flow = self.flows.get_mut(&id)?;
+        let peer = self.peers.get(&flow.peer)?;
         if flow.ending.is_some() || flow.closing || flow.units_left == 0 {
-            return;
+            return None;
         }
         let source = match &flow.local {
-            LocalKv::Source(source) => match self.sources.get(source) {
-                Some(source) => Some(source),
-                None => return,
-            },
+            LocalKv::Source(source) => Some(self.sources.get(source)?),
             LocalKv::Blocks(_) => None,
         };
         let had = flow.pieces.len();
@@ -180,6 +185,7 @@ impl Transfer {
             self.pieces += added as u32;
             self.list(id);
         }
+        (added > 0).then_some(had)
     }
 
     /// One piece of the flow is done.
@@ -194,10 +200,11 @@ impl Transfer {
         self.finish_if_done(id, turn);
     }
 
-    fn finish_if_done(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
+    pub(super) fn finish_if_done(&mut self, id: FlowId, turn: &mut TransferTurn<'_>) {
+        let is_digested = self.is_digested(id);
         let Some(flow) = self.flows.get_mut(&id) else { return };
         let settled = flow.outstanding == 0 || planted!("newest-operation-ends-the-flow");
-        let done = flow.units_left == 0 && settled;
+        let done = flow.units_left == 0 && settled && is_digested;
         if !done || flow.ending.is_some() || flow.closing {
             return;
         }
@@ -285,8 +292,14 @@ impl Transfer {
             source.flows.retain(|other| *other != id);
         }
         let state = match flow.ending {
-            Some(failure) => FlowState::Failed(failure),
-            None => FlowState::Done { bytes: flow.bytes },
+            Some(failure) => {
+                self.digests.remove(&id);
+                FlowState::Failed(failure)
+            }
+            None => {
+                self.report_digest(id, turn);
+                FlowState::Done { bytes: flow.bytes }
+            }
         };
         turn.push(TransferReport::Flow { flow: id, state });
     }

@@ -52,6 +52,7 @@ mod rate_estimator;
 mod session;
 mod source;
 mod stripe;
+mod verify;
 mod work_request;
 
 use crate::core::command::{DataCommand, DataRefusal};
@@ -64,7 +65,7 @@ use crate::core::message::{Mode, Role, TransferJob, TransferReport};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use crate::fabric::{
-    Address, Caps, Credits, DataEvent, FabricError, Memory, OpId, PeerId, QuiesceTicket,
+    Address, Caps, Credits, DataEvent, DigestId, FabricError, Memory, OpId, PeerId, QuiesceTicket,
     RegionDesc, RegionId, SessionId,
 };
 use flow::{Flow, LocalKv};
@@ -74,6 +75,7 @@ use source::PushSource;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use stripe::StripeRange;
+use verify::{DigestRequest, FlowDigest};
 use work_request::WorkRequest;
 
 /// What can happen to a transfer actor.
@@ -299,6 +301,9 @@ pub struct Transfer {
     /// What is in flight.
     used: Credits,
     tickets: BTreeMap<(SessionId, QuiesceTicket), QuiesceRecord>,
+    /// Digests that are not complete, by their flows, and what was asked of the plane for them.
+    digests: BTreeMap<FlowId, FlowDigest>,
+    digest_requests: BTreeMap<DigestId, DigestRequest>,
     timers: Timers<TransferTimer>,
     scratch: Slices,
     next_id: u64,
@@ -329,6 +334,8 @@ impl Transfer {
             ops: BTreeMap::new(),
             used: Credits::default(),
             tickets: BTreeMap::new(),
+            digests: BTreeMap::new(),
+            digest_requests: BTreeMap::new(),
             timers: Timers::default(),
             scratch: Slices::default(),
             next_id: 0,
@@ -413,19 +420,21 @@ impl Transfer {
             TransferJob::Forget { source } => {
                 self.sources.remove(&source);
             }
-            TransferJob::Write { flow, source, peer, from, tokens, blocks, .. } => {
-                self.start_flow(
-                    flow,
-                    peer,
-                    (from, tokens),
-                    (LocalKv::Source(source), blocks),
-                    turn,
-                );
+            TransferJob::Write { flow, source, peer, from, tokens, blocks, verify, .. } => {
+                let kv = (LocalKv::Source(source), blocks);
+                self.start_flow(flow, (peer, verify), (from, tokens), kv, turn);
             }
             TransferJob::Read { flow, peer, from, tokens, remote, local, .. } => {
-                self.start_flow(flow, peer, (from, tokens), (LocalKv::Blocks(local), remote), turn);
+                let kv = (LocalKv::Blocks(local), remote);
+                self.start_flow(flow, (peer, None), (from, tokens), kv, turn);
             }
-            TransferJob::Stop { flow } => self.fail_flow(flow, Failure::Cancelled, false, turn),
+            TransferJob::Digest { flow, peer, from, tokens, blocks, plan } => {
+                self.digest_blocks(flow, (peer, plan), (from, tokens), &blocks, turn);
+            }
+            TransferJob::Stop { flow } => {
+                self.stop_digest(flow, turn);
+                self.fail_flow(flow, Failure::Cancelled, false, turn);
+            }
         }
     }
 
@@ -437,6 +446,9 @@ impl Transfer {
             DataEvent::Quiet { session, ticket } => self.quiet(session, ticket, turn),
             DataEvent::Fenced { peer } => self.fenced(peer, turn),
             DataEvent::PeerDown { peer } => self.peer_down(peer, turn),
+            DataEvent::Digested { id, result } => {
+                self.digested(id, result.map_err(Failure::Fabric), turn)
+            }
             DataEvent::Reset { address } => self.reset(address, turn),
         }
     }
@@ -452,6 +464,9 @@ impl Transfer {
                 self.opened(session, Err(cause), turn);
             }
             DataRefusal::Submit { op, why } => self.submit_refused(op, why, turn),
+            DataRefusal::Digest { id, why } => {
+                self.digested(id, Err(Failure::Refused(why)), turn);
+            }
         }
     }
 
@@ -512,41 +527,6 @@ impl Transfer {
             }
         }
     }
-
-    /// The backend was rebuilt: whatever was under way is over, and nothing of it lands any more.
-    fn reset(&mut self, address: Address, turn: &mut TransferTurn<'_>) {
-        self.address = address;
-        self.void = self.next_id;
-        let lost = Failure::Fabric(FabricError::Backend("data plane was rebuilt".into()));
-        for (flow, state) in std::mem::take(&mut self.flows) {
-            if !planted!("a-new-backend-ends-no-flow") {
-                turn.push(TransferReport::Flow { flow, state: state.final_state(lost.clone()) });
-            }
-        }
-        for (peer, state) in std::mem::take(&mut self.peers) {
-            // The new backend has those that were connected when it was there already.
-            for id in &state.ids {
-                turn.push(DataCommand::Disconnect { peer: *id });
-            }
-            turn.push(if state.is_fencing() {
-                TransferReport::Fenced { peer }
-            } else {
-                TransferReport::PeerFailed { peer, failure: lost.clone() }
-            });
-        }
-        for source in self.sources.values_mut() {
-            source.flows.clear();
-        }
-        self.sessions.clear();
-        self.fencing.clear();
-        self.pieces = 0;
-        self.ring.clear();
-        self.ops.clear();
-        self.used = Credits::default();
-        self.tickets.clear();
-        self.timers = Timers::default();
-        self.register_all(turn);
-    }
 }
 
 impl Machine for Transfer {
@@ -581,10 +561,11 @@ impl Machine for Transfer {
         ];
         let steps = self.steps.values().map(|sources| 1 + sources.len()).sum::<usize>();
         let entries = steps + flows + sources + listed + self.fencing.len() + self.ring.len();
+        let alone = self.digests.values().filter(|digest| digest.alone).count();
         Gauges {
-            transfers: self.flows.len() as u32,
+            transfers: (self.flows.len() + alone) as u32,
             operations: self.ops.len() as u32,
-            queued: self.pieces + self.tickets.len() as u32,
+            queued: self.pieces + (self.tickets.len() + self.digest_requests.len()) as u32,
             held: self.sources.len() as u32,
             peers: self.peers.len() as u32,
             entries: entries as u32,

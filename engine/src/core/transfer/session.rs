@@ -10,7 +10,10 @@ use crate::core::ids::ConnectionId;
 use crate::core::layout::{Geometry, Mismatch, RankLayout, Route, routes};
 use crate::core::message::{Role, TransferReport};
 use crate::core::time::Nanos;
-use crate::fabric::{Credits, FabricError, PeerId, Refused, RegionDesc, RegionId, SessionId};
+use crate::core::timers::Timers;
+use crate::fabric::{
+    Address, Credits, FabricError, PeerId, Refused, RegionDesc, RegionId, SessionId,
+};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -59,6 +62,10 @@ pub(super) struct TransferPeer {
     /// What is in flight to each of its ranks.
     pub(super) used: BTreeMap<PeerId, Credits>,
     phase: TransferPeerPhase,
+    /// What its KV cache looks like, for who digests what is exchanged with it.
+    pub(super) layout: (Arc<Geometry>, Arc<Vec<RankLayout>>),
+    /// The ways by which digests are made, once there was one; see [`Transfer::digest_routes`].
+    pub(super) digest_routes: Option<Arc<Vec<Route>>>,
 }
 
 impl TransferPeer {
@@ -74,7 +81,8 @@ impl TransferPeer {
     /// What is kept of it, its link apart: its ranks, the ways to them, and what each has in
     /// flight.
     pub(super) fn entries(&self) -> usize {
-        let ways = self.routes.len() + self.stripes.len() + self.sessions.len();
+        let digested: usize = self.digest_routes.iter().map(|routes| routes.len()).sum();
+        let ways = self.routes.len() + self.stripes.len() + self.sessions.len() + digested;
         self.ids.len() + ways + self.used.len()
     }
 
@@ -91,7 +99,7 @@ impl Transfer {
     pub(super) fn peer_known(
         &mut self,
         connection: ConnectionId,
-        geometry: &Geometry,
+        geometry: &Arc<Geometry>,
         ranks: &Arc<Vec<RankLayout>>,
         fence_key: u64,
         turn: &mut TransferTurn<'_>,
@@ -110,6 +118,8 @@ impl Transfer {
             queue: FairQueue::default(),
             used: BTreeMap::new(),
             phase: TransferPeerPhase::Opening,
+            layout: (geometry.clone(), ranks.clone()),
+            digest_routes: None,
         };
         let built = match self.layout() {
             Some(layout) if self.initiates() => {
@@ -425,5 +435,41 @@ impl Transfer {
             turn.push(DataCommand::Disconnect { peer: id });
         }
         turn.push(TransferReport::Fenced { peer: connection });
+    }
+
+    /// The backend was rebuilt: whatever was under way is over, and nothing of it lands any more.
+    pub(super) fn reset(&mut self, address: Address, turn: &mut TransferTurn<'_>) {
+        self.address = address;
+        self.void = self.next_id;
+        let lost = Failure::Fabric(FabricError::Backend("data plane was rebuilt".into()));
+        for (flow, state) in std::mem::take(&mut self.flows) {
+            if !planted!("a-new-backend-ends-no-flow") {
+                turn.push(TransferReport::Flow { flow, state: state.final_state(lost.clone()) });
+            }
+        }
+        self.reset_digests(turn);
+        for (peer, state) in std::mem::take(&mut self.peers) {
+            // The new backend has those that were connected when it was there already.
+            for id in &state.ids {
+                turn.push(DataCommand::Disconnect { peer: *id });
+            }
+            turn.push(if state.is_fencing() {
+                TransferReport::Fenced { peer }
+            } else {
+                TransferReport::PeerFailed { peer, failure: lost.clone() }
+            });
+        }
+        for source in self.sources.values_mut() {
+            source.flows.clear();
+        }
+        self.sessions.clear();
+        self.fencing.clear();
+        self.pieces = 0;
+        self.ring.clear();
+        self.ops.clear();
+        self.used = Credits::default();
+        self.tickets.clear();
+        self.timers = Timers::default();
+        self.register_all(turn);
     }
 }

@@ -45,6 +45,11 @@ impl Stripe {
         }
     }
 
+    /// Its route, group and layers, for who digests it.
+    pub(super) fn digested(&self) -> (usize, usize, Vec<u16>) {
+        (self.route, self.group, self.layers.clone())
+    }
+
     /// Of `ready` tokens, those that may be sent now.
     pub(super) fn sendable(&self, ready: u32, tokens: u32) -> u32 {
         if ready >= tokens {

@@ -1,15 +1,20 @@
 //! How the engines of a pair are configured.
 
 use kvferry_engine::core::config::{CoreConfig, CoreSettings};
+use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
+use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::layout::{Geometry, KvGroup, LayerLayout};
 use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::core::transfer::TransferConfig;
 use kvferry_engine::fabric::*;
 
 /// The recorded connections are of as many.
 pub(crate) const LAYERS: u16 = 16;
 pub(crate) const BLOCK: u32 = 16;
+/// Of the tokens of the prompt.
+pub(crate) const HASH: u64 = 7;
 
 fn geometry(tp: u16) -> Geometry {
     Geometry { tp, ..Geometry::new("pair", 4, vec![KvGroup::full(BLOCK, 0..LAYERS)]) }
@@ -32,6 +37,28 @@ pub(crate) fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettin
         settings: settings.clone(),
         ..CoreConfig::new(role, engine, incarnation, geometry(tp), "prefill-control".into())
     }
+}
+
+/// What a prefill is to peers that speak MoRIIO.
+pub(super) fn moriio() -> MoriioConfig {
+    MoriioConfig {
+        address: ZmqAddress { host: "10.0.0.1".into(), handshake: 6300, notify: 7300 },
+        layer_names: (0..LAYERS).map(|layer| format!("l.{layer}").into()).collect(),
+        attn_backend: "".into(),
+        settings: MoriioSettings::default(),
+        closed: None,
+    }
+}
+
+/// A region as MoRI describes it.
+pub(super) fn mori_region() -> RegionDesc {
+    let desc = MoriMemoryDesc {
+        engine_key: "k".into(),
+        size: 1 << 25,
+        loc: 1,
+        ..MoriMemoryDesc::default()
+    };
+    RegionDesc(desc.encode(DescLayout::V1_2_2).into())
 }
 
 pub(crate) fn caps() -> Caps {

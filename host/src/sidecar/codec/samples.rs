@@ -2,12 +2,16 @@
 
 use super::super::proto::{ClientIdentity, FromHost, ToHost, VersionRange};
 use super::super::rank::RankPlan;
-use super::super::record::{TransferOutcome, TransferRecord, TransferSummary, TransferTrace};
+use super::super::record::{
+    SpokenDialect, TransferOutcome, TransferRecord, TransferSummary, TransferTrace,
+};
 use super::super::settings::{
     ConnectorSettings, HostStart, KvMemory, TransferBackend, TransferPlacement,
 };
 use super::super::spec::{KvTensor, LayerGroup, ServingEngine, ServingWorker, WorkerRegion};
-use crate::instance::{BackendCounts, PATHS, PlaneConfig, PlaneCounters, ProtocolLimits};
+use crate::instance::{
+    BackendCounts, PATHS, PlaneConfig, PlaneCounters, PrefillOffer, ProtocolLimits,
+};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::error::Failure;
@@ -24,9 +28,11 @@ use kvferry_engine::core::payload::{
     SlotId,
 };
 use kvferry_engine::core::time::Nanos;
+use kvferry_engine::core::verify::{DigestPlan, KvDigest, Verify};
 use kvferry_engine::fabric::{Address, Endpoint, Memory, OwnMemory, RegionDesc};
 use kvferry_fabric_host::{HostConfig, PathCount};
 use kvferry_fabric_mori::MoriConfig;
+use serde_json::json;
 use std::sync::Arc;
 
 fn geometry() -> Geometry {
@@ -164,8 +170,12 @@ pub(super) fn to_host() -> Vec<ToHost> {
         flow(FlowState::Done { bytes: 1 << 40 }),
         flow(FlowState::Failed(Failure::Cancelled)),
     ];
-    let mut all =
-        vec![ToHost::Arrived { request: request(), params: "{}".into(), tokens: 100_000 }];
+    let mut all = vec![ToHost::Arrived {
+        request: request(),
+        params: "{}".into(),
+        tokens: 100_000,
+        prompt_hash: None,
+    }];
     all.extend(prefill.map(ToHost::Prefill));
     all.extend(decode.map(ToHost::Decode));
     all.push(ToHost::Layers { step: StepId(8), layers: 2 });
@@ -175,6 +185,10 @@ pub(super) fn to_host() -> Vec<ToHost> {
     all.extend(payload_hooks().map(ToHost::Payload)); // since 8
     let [key, _] = payload_keys();
     all.push(ToHost::Fetch { key, sender: "tcp://10.0.0.1:50051".into() });
+    // Since 10.
+    let prompt_hash = Some(u64::MAX - 1);
+    all.push(ToHost::Arrived { request: request(), params: "{}".into(), tokens: 7, prompt_hash });
+    all.push(ToHost::Report { report: flow(FlowState::Digested(digest())), moved: counters() });
     all
 }
 
@@ -272,6 +286,7 @@ fn trace() -> TransferTrace {
         computed: 32,
         blocks: 2,
         bytes: Some(4_096),
+        dialect: Some(SpokenDialect::Native), // since 9
     };
     TransferTrace {
         program: "0.1.0".into(),
@@ -281,6 +296,31 @@ fn trace() -> TransferTrace {
         now: Nanos(9),
         records: vec![record],
     }
+}
+
+fn digest() -> Box<KvDigest> {
+    Box::new(KvDigest { blocks: vec![1 << 60, 7], layers: vec![300, 5], count: 4 })
+}
+
+/// Those that verify KV.
+fn verifying_jobs() -> [TransferJob; 2] {
+    let key = TransferKey { id: "t".into(), prompt: 1 };
+    let plan = DigestPlan::new(Verify::Sample, (&key, Incarnation(9)), 8);
+    let (peer, source, flow) = (ConnectionId(4), SourceId(5), FlowId(6));
+    [
+        TransferJob::Write {
+            flow,
+            source,
+            peer,
+            from: 32,
+            tokens: 50,
+            blocks: Arc::new(blocks()),
+            request: "of-flow".into(),
+            reader: None,
+            verify: Some(plan),
+        },
+        TransferJob::Digest { flow, peer, from: 32, tokens: 50, blocks: Arc::new(blocks()), plan },
+    ]
 }
 
 fn jobs() -> [TransferJob; 7] {
@@ -311,6 +351,7 @@ fn jobs() -> [TransferJob; 7] {
             blocks: Arc::new(blocks()),
             request: "of-flow".into(),
             reader: Some("reader".into()),
+            verify: None,
         },
         TransferJob::Read {
             flow,
@@ -325,6 +366,16 @@ fn jobs() -> [TransferJob; 7] {
     ]
 }
 
+/// Of an engine with a secret.
+pub(super) fn offer() -> PrefillOffer {
+    let (id, key) = (vec![1; 8], vec![2; 32]);
+    let seal = json!({"id": id, "key": key});
+    let native = json!({"mode": "Pull", "control": "tcp://10.0.0.1:6301", "life": 1_u64 << 50, "seal": seal});
+    let address = json!({"host": "10.0.0.1", "handshake": 6_301, "notify": 61_005});
+    let offer = json!({"address": address, "tp": 2, "moriio": true, "native": native});
+    serde_json::from_value(offer).expect("an offer")
+}
+
 /// What a host tells.
 pub(super) fn from_host() -> Vec<FromHost> {
     let request = || "r".into();
@@ -334,7 +385,8 @@ pub(super) fn from_host() -> Vec<FromHost> {
             address,
             lease_ms: 30_000,
             incarnation: Incarnation(1 << 50),
-            versions: VersionRange { oldest: 5, newest: 8 }, // since 6
+            versions: VersionRange { oldest: 5, newest: 10 }, // since 6
+            offer: Some(Box::new(offer())),                   // since 9
         },
         FromHost::Refused { why: "no".into() },
         FromHost::Unusable { request: request(), why: "no".into() },
@@ -359,6 +411,7 @@ pub(super) fn from_host() -> Vec<FromHost> {
         queued,
         duration,
         bytes: vec![("tcp".into(), 1 << 33)],
+        dialect: Some(SpokenDialect::Moriio), // since 9
     };
     let failed = TransferOutcome::Failed { cause: "stalled".into(), why: "s".into() };
     all.push(FromHost::Ended(ended(TransferOutcome::Done, Some(Nanos(1)), Some(Nanos(2)))));
@@ -373,8 +426,13 @@ pub(super) fn from_host() -> Vec<FromHost> {
         descriptor: 0,
         engine: Some("10.0.0.1:7000".into()),
         incarnation: Incarnation(1 << 50),
-        versions: VersionRange { oldest: 5, newest: 8 },
+        versions: VersionRange { oldest: 5, newest: 10 },
     });
     all.extend(payload_answers().into_iter().map(FromHost::Payload));
+    all.push(FromHost::Offer(Box::new(offer()))); // since 9
+    // Since 10.
+    all.extend(verifying_jobs().map(FromHost::Job));
+    let failure = Failure::Corrupt("block 4 in layer 5".into());
+    all.push(FromHost::Decode(DecodeAnswer::LoadFailed { request: request(), failure }));
     all
 }

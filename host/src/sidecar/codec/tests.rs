@@ -67,8 +67,13 @@ const NOT_IN_6: (&str, &str) = (
     "backend: BackendCounts { rebuilds: 0, resets: 0, missing: 0, dead_queue_pairs: 0 }",
 );
 
-/// Messages that there are since version 8, by kind; the last of the samples.
-const NEW_IN_8: [(&str, usize); 3] = [("hello", 1), ("to-host", 12), ("from-host", 14)];
+/// The same of versions before 9.
+const NOT_IN_8: [(&str, &str); 2] =
+    [("dialect: Some(Native)", "dialect: None"), ("dialect: Some(Moriio)", "dialect: None")];
+
+/// Messages that there are since versions 8, 9 and 10, by kind; the last of the samples.
+const NEW: [(&str, [usize; 3]); 3] =
+    [("hello", [1, 0, 0]), ("to-host", [12, 0, 2]), ("from-host", [14, 1, 3])];
 
 fn is_understood(version: u16, absent: &[(&str, &str)]) {
     /// Equal but for what the version does not have.
@@ -77,8 +82,10 @@ fn is_understood(version: u16, absent: &[(&str, &str)]) {
         T: DeserializeOwned + Debug,
     {
         let recorded = lines(&fixture(version), kind);
-        let since_8 = NEW_IN_8.iter().find(|(of, _)| *of == kind).expect("a kind").1;
-        assert_eq!(recorded.len() + since_8, samples.len(), "{kind}");
+        let added = NEW.iter().find(|(of, _)| *of == kind).expect("a kind").1;
+        let later: usize =
+            (8..).zip(added).filter(|(since, _)| version < *since).map(|(_, count)| count).sum();
+        assert_eq!(recorded.len() + later, samples.len(), "{kind}");
         for (recorded, sample) in recorded.iter().zip(samples) {
             let read: T = MessageDecoder::new(VersionRange { oldest: 5, newest: version })
                 .read(recorded)
@@ -99,6 +106,11 @@ fn is_understood(version: u16, absent: &[(&str, &str)]) {
     let mut absent = absent.to_vec();
     absent.extend([(&*newest, &*read), (&*versions, &*then)]);
     absent.extend((version < 7).then_some(NOT_IN_6));
+    let offer = format!("offer: {:?}", Some(samples::offer()));
+    if version < 9 {
+        absent.extend(NOT_IN_8);
+        absent.push((&offer, "offer: None"));
+    }
     same(version, "hello", samples::parts().into_iter().map(hello).collect(), &absent);
     same(version, "to-host", samples::to_host(), &absent);
     same(version, "from-host", samples::from_host(), &absent);
@@ -109,6 +121,8 @@ fn messages_of_earlier_versions_are_understood() {
     is_understood(5, &NOT_IN_5);
     is_understood(6, &[]);
     is_understood(7, &[]);
+    is_understood(8, &[]);
+    is_understood(9, &[]);
 }
 
 #[test]

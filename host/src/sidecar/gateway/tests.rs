@@ -12,17 +12,21 @@ use tokio::sync::mpsc::{Receiver, channel};
 /// A gateway of an engine that is served, and what its scheduler is told.
 fn gateway(role: Role) -> (Gateway, Receiver<FromHost>) {
     let mode = Mode::Push;
-    let trust =
-        InstanceTrust { network: kvferry_trust::NetworkTrust::Loopback, moriio_peers: true };
+    let trust = InstanceTrust {
+        network: kvferry_trust::NetworkTrust::Loopback,
+        moriio_peers: true,
+        is_verifying: false,
+    };
     let moved_by = (TransferBackend::Host, TransferPlacement::Sidecar, "memory files");
     let address = ZmqAddress { host: "127.0.0.1".into(), handshake: 1, notify: 2 };
     let serving = ActiveEngine {
-        own: InstanceIdentity { role, mode, address, ports: Default::default() },
+        own: InstanceIdentity::open(role, mode, address),
         engine: "e".into(),
         records: TransferLog::new(role, mode, 1, KEPT),
         metrics: SidecarMetrics::new(role, mode, moved_by, (Vec::new(), trust)),
         pending: None,
         kept: (0, 0),
+        offer: None,
     };
     let (out, told) = channel(8);
     let gateway = Gateway {
@@ -68,7 +72,7 @@ fn arrived(role: Role) -> ToHost {
         }
     };
     let params = format!("{{\"kvferry\": {}}}", leg.expect("a leg in JSON")).into();
-    ToHost::Arrived { request: "r".into(), params, tokens: 3 }
+    ToHost::Arrived { request: "r".into(), params, tokens: 3, prompt_hash: None }
 }
 
 #[test]

@@ -44,6 +44,21 @@ fn what_moriio_users_give_is_taken() {
 }
 
 #[test]
+fn who_serves_http_elsewhere_says_where() {
+    let read = |given| ConnectorSettings::read(given);
+    let own = read(r#"{"host_ip": "10.0.0.2"}"#).expect("all of it is known");
+    assert_eq!((own.http_host(), own.draft_kv), ("10.0.0.2", true));
+    let told = read(r#"{"host_ip": "10.0.0.2", "http_ip": "10.0.0.1", "draft_kv": false}"#);
+    let told = told.expect("all of it is known");
+    assert_eq!((told.http_host(), told.draft_kv), ("10.0.0.1", false));
+    // Whoever knows fewer settings is told only what was set.
+    let written = serde_json::to_string(&own).expect("it can be written");
+    assert!(!written.contains("http_ip") && !written.contains("draft_kv"), "{written}");
+    let why = read(r#"{"http_ip": "0.0.0.0"}"#).expect_err("nobody can connect to it");
+    assert!(why.contains("http_ip = \"0.0.0.0\""), "{why}");
+}
+
+#[test]
 fn mori_is_told_what_it_is_given() {
     let given = r#"{"backend": "xgmi", "host_ip": "10.0.0.1", "qp_per_transfer": 4,
         "post_batch_size": -1, "num_workers": 2, "mori": {"chunking": true, "qp_per_transfer": 9}}"#;
@@ -59,7 +74,18 @@ fn mori_is_told_what_it_is_given() {
         chunking: true,
         ..MoriConfig::default()
     };
-    assert_eq!(plane, PlaneConfig::Mori(expected));
+    assert_eq!(plane, PlaneConfig::Mori(expected.clone()));
+    let both = ConnectorSettings { backend: Some(TransferBackend::Mori), ..settings.clone() };
+    assert_eq!(
+        (both.backend().to_string(), both.transfer()),
+        ("mori".into(), TransferPlacement::Worker)
+    );
+    let expected = MoriConfig { backend: kvferry_fabric_mori::MoriBackend::Rdma, ..expected };
+    let plane = both.plane(&HostConfig::default()).expect("it can be");
+    assert_eq!((plane.backend(), plane), ("mori", PlaneConfig::MoriMixed(expected)));
+    let mori = MoriConfig { door_port: 65_535, ..MoriConfig::default() };
+    let why = ConnectorSettings { mori, ..both }.plane(&HostConfig::default());
+    assert!(why.expect_err("xGMI has none").contains("mori: door_port = 65535"));
     let bad = ConnectorSettings { host_ip: "a.b".into(), ..settings };
     assert!(bad.plane(&HostConfig::default()).expect_err("a name").contains("IPv4"));
 }
@@ -73,13 +99,14 @@ fn one_secret_is_proven_in_hellos_and_by_planes() {
         (r#"{"secret_file": "/own"}"#, "/own"),
         (r#"{"backend": "rdma", "host_ip": "10.0.0.1"}"#, "/host"),
         (r#"{"backend": "rdma", "host_ip": "10.0.0.1", "mori": {"secret_file": "/m"}}"#, "/m"),
+        (r#"{"backend": "mori", "host_ip": "10.0.0.1"}"#, "/host"),
     ] {
         let settings = ConnectorSettings::read(given).expect("all of it is known");
         let proven = settings.trust(&fabric).peers.secret_file;
         assert_eq!(proven.as_deref(), Some(Path::new(file)), "{given}");
         let plane = match settings.plane(&fabric).expect("it can be") {
             PlaneConfig::Host(config) => config.trust.secret_file,
-            PlaneConfig::Mori(config) => config.secret_file,
+            PlaneConfig::Mori(config) | PlaneConfig::MoriMixed(config) => config.secret_file,
         };
         assert_eq!(plane.as_deref(), Some(Path::new(file)), "{given}");
     }
@@ -104,8 +131,11 @@ fn kv_is_encrypted_if_the_engine_or_its_host_says_so_and_never_silently_not() {
         };
         let Ok(PlaneConfig::Host(config)) = plane("host") else { panic!("it can be") };
         assert_eq!(config.trust.encrypt, expected, "{given:?} {of_host}");
-        let is_said = plane("rdma").is_err_and(|why| why.contains("is moved by mori-rdma"));
-        assert_eq!(is_said, expected, "{given:?} {of_host}");
+        for (backend, named) in [("rdma", "is moved by mori-rdma:"), ("mori", "is moved by mori:")]
+        {
+            let is_said = plane(backend).is_err_and(|why| why.contains(named));
+            assert_eq!(is_said, expected, "{given:?} {of_host}");
+        }
     }
     let alone = ConnectorSettings::read(r#"{"encrypt": true}"#).expect("it is known");
     let why = alone.plane(&HostConfig::default()).expect_err("there is no secret");
@@ -135,6 +165,8 @@ fn mistakes_are_named_with_what_to_do() {
             r#"{"backend": "rdma", "transfer": "sidecar"}"#,
             "backend mori-rdma has its transfer actors in the workers",
         ),
+        (r#"{"backend": "mori", "transfer": "sidecar"}"#, "backend mori has its transfer actors"),
+        (r#"{"backend": "mori", "verify": "all"}"#, "backend mori cannot digest"),
         (r#"{"mori": {"chunkin": true}}"#, "unknown field `chunkin`"),
         (r#"{"transfer": "host"}"#, "transfer: \"host\" is none of sidecar, worker"),
         (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),

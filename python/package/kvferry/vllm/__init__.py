@@ -11,9 +11,22 @@ def __getattr__(name: str):
     if name != "KvferryConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _check_early()
+    _register()
     from kvferry.vllm.connector import KvferryConnector
 
     return KvferryConnector
+
+
+def _register() -> None:
+    """MultiConnector asks for the class of what it counts by name."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.get_connector_class_by_name("KvferryConnector")
+    except ValueError:
+        KVConnectorFactory.register_connector(
+            "KvferryConnector", "kvferry.vllm.connector", "KvferryConnector"
+        )
 
 
 def _check_early() -> None:
@@ -26,7 +39,9 @@ def _check_early() -> None:
             config = frame.f_locals.get("self")
             if hasattr(config, "kv_transfer_config") and hasattr(config, "parallel_config"):
                 from kvferry.vllm.check import check
+                from kvferry.vllm.roles import ours
 
-                check(config, before_start=True)
+                for own in ours(config):
+                    check(own, before_start=True)
                 return
         frame = frame.f_back

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from kvferry import start
 from kvferry._native import Link, settings
+from kvferry.line import Line, nothing
 from kvferry.vllm.check import check, given
+from kvferry.vllm.drafts import draft_layers
+from kvferry.vllm.roles import dp_ranks
+from kvferry.vllm.specs import describe_groups
+
+# How long a host may stand still, and with it the engine, that is told more than its socket holds or is to
+# say that it reads blocks no more: longer than a peer that goes on may be silent (`channel.silent_ms`). A
+# host cannot say so while a peer stands still that it pushes to, since that may read as soon as it goes on.
+STILL_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,12 @@ class Place:
     in_file: bool
     # The transfer actors are in the workers.
     in_worker: bool
+    # The start of the host and of the engine may take so long.
+    start_s: float
+    # The KV of what drafts tokens is handed over, too.
+    drafts: bool
+    # KV is verified, by hashes of the prompts' tokens among others.
+    verifies: bool
 
 
 def place(vllm_config) -> Place:
@@ -40,25 +54,26 @@ def place(vllm_config) -> Place:
     return Place(start.socket_at(transfer.engine_id), keys, *how)
 
 
-def describe(vllm_config, kv_cache_config) -> str:
-    """The engine in JSON."""
+def describe(vllm_config, kv_cache_config, with_drafts: bool = True) -> str:
+    """The engine in JSON, without the layers that draft tokens unless it is `with_drafts`."""
     transfer, model = vllm_config.kv_transfer_config, vllm_config.model_config
     parallel = vllm_config.parallel_config
-    kinds = (type(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-    known = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
-    if wrong := {f"KV cache groups of {kind.__name__}" for kind in kinds if kind not in known}:
-        raise ValueError(f"KvferryConnector does not support {', '.join(sorted(wrong))}")
+    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+    drafts = draft_layers(vllm_config, names)
+    name = identity(model, vllm_config.cache_config.cache_dtype)
+    if drafts and with_drafts:
+        name += f" drafts {drafted(vllm_config.speculative_config)}"
     return json.dumps(
         {
             "role": "Prefill" if transfer.is_kv_producer else "Decode",
-            "model": identity(model, vllm_config.cache_config.cache_dtype),
+            "model": name,
             "tp": parallel.tensor_parallel_size,
             "dp": _dp(parallel, transfer.engine_id),
             "kv_heads": 1 if model.use_mla else model.get_total_num_kv_heads(),
             "latent": model.use_mla,
             # CPU_ATTN arranges the keys of a block for its own instructions.
             "packed": current_platform.is_cpu(),
-            "groups": [_group(group) for group in kv_cache_config.kv_cache_groups],
+            "groups": describe_groups(kv_cache_config, set() if with_drafts else drafts),
         }
     )
 
@@ -75,15 +90,23 @@ def identity(model, cache_dtype: str) -> str:
     named = model.served_model_name
     named = named[0] if isinstance(named, (list, tuple)) else named
     kind = str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else str(cache_dtype)
+    parts = [named[:100] if named and named != model.model else "", *_what(model, kind)]
+    return " ".join(part for part in parts if part)
+
+
+def drafted(speculative) -> str:
+    """The same of what drafts tokens."""
+    return " ".join(filter(None, [speculative.method, *_what(speculative.draft_model_config, "")]))
+
+
+def _what(model, kind: str) -> list[str]:
     config = json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)
-    parts = [
-        named[:100] if named and named != model.model else "",
+    return [
         (getattr(model.hf_config, "architectures", None) or [model.hf_config.model_type])[0],
         kind,
         f"config {hashlib.sha256(config.encode()).hexdigest()[:16]}",
         f"revision {model.revision[:40]}" if model.revision else "",
     ]
-    return " ".join(part for part in parts if part)
 
 
 def _plain(config):
@@ -97,20 +120,38 @@ def _dp(parallel, engine_id: str) -> tuple[int, int]:
     """DP rank and number of ranks. Those of a dense model are told by vLLM that each is the only one;
     but their names differ, so that there are at least two, and requests have to say which they are for.
     """
-    rank = parallel.data_parallel_index
-    least = max(rank + 1, 2) if engine_id.endswith(f"_dp{rank}") else 1
-    return rank, max(parallel.data_parallel_size, least)
-
-
-def _group(group) -> dict:
-    spec = group.kv_cache_spec
-    return {
-        "window": getattr(spec, "sliding_window", None),
-        "block_tokens": spec.block_size,
-        "layers": list(group.layer_names),
-    }
+    rank, size = dp_ranks(parallel)
+    is_one_of_several = engine_id.endswith(f"_dp{parallel.data_parallel_index}")
+    least = max(rank + 1, 2) if is_one_of_several and not parallel.data_parallel_external_lb else 1
+    return rank, max(size, least)
 
 
 def connect(at: Place, make: Callable[[Path], Link]) -> Link:
     """`make(path)`, with a host that is started unless there is one."""
-    return start.connect(at.socket, make, at.spawn)
+    return start.connect(at.socket, make, at.spawn, seconds=at.start_s)
+
+
+def reads_on(requests: set[str]) -> ConnectionError:
+    """Why a host is given up that may read blocks of these requests."""
+    return ConnectionError(
+        f"the kvferry host did not say within {STILL_S:g} s that it reads no block of {sorted(requests)}:"
+        " it is given up"
+    )
+
+
+def line(make: Callable[[], Link], on_lost: Callable[[Link], None] = nothing) -> Line:
+    """A line with a link of `make`. A host that is given up has ended before `on_lost` is called: it reads
+    and writes no block any more, and tells nobody that what it moved is whole."""
+    processes: dict[int, start.HostProcess] = {}
+
+    def made() -> Link:
+        link = make()
+        link.limit_writes(STILL_S)
+        processes[link.fileno()] = start.HostProcess(link.fileno())
+        return link
+
+    def lost(link: Link) -> None:
+        processes.pop(link.fileno()).end()
+        on_lost(link)
+
+    return Line(made(), made, lost)

@@ -1,17 +1,19 @@
 """The half in the engine core: forwards the scheduler's hooks to the host and applies its answers."""
 
+import hashlib
 import json
+import sys
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
 
 from kvferry._native import Link
-from kvferry.line import Line, guarded, nothing
+from kvferry.line import guarded, nothing
 from kvferry.log import logger_of
-from kvferry.start import START_S
-from kvferry.vllm.engine import connect, describe, place
+from kvferry.vllm.engine import STILL_S, connect, describe, line, place, reads_on
 from kvferry.vllm.stats import KvferryStats
 
 logger = logger_of(__name__)
@@ -19,9 +21,17 @@ logger = logger_of(__name__)
 # Clocks differ.
 LEASE_MARGIN_S = 1.0
 
-# Wait for news in a step without tokens: vLLM makes such steps one after the other while KV is under
-# way, at the expense of who computes it.
-IDLE_S = 0.001
+# Wait for news at the end of a step without tokens: vLLM makes such steps one after the other while KV is
+# under way, at the expense of who computes it, and pauses for 1 ms after each. A request that arrives
+# meanwhile waits, too.
+IDLE_S = 0.002
+
+# A load waits for blocks until its prefill is ready, unless all but this part of them are free: it takes a
+# step of the engine less, and what waits in blocks for long leaves enough of them to others.
+EARLY = 1 / 8
+
+# Within which a host says that the start has taken too long.
+REFUSAL_S = 10.0
 
 REASONS = {
     RequestStatus.FINISHED_STOPPED: "stop",
@@ -34,8 +44,9 @@ REASONS = {
 class Leg:
     """A request that is handed over or taken over."""
 
-    transfer: str
     tokens: int
+    # Prefill: its `kv_transfer_params`, in JSON.
+    params: str = ""
     # Decode: blocks may be allocated, or there will be nothing to load.
     may_allocate: bool = False
     # Decode: blocks were allocated, once.
@@ -48,6 +59,16 @@ class Leg:
     ended: bool = False
     # Prefill: blocks of each group that the host was told.
     blocks: list[int] = field(default_factory=list)
+
+
+def prompt_hash(request) -> int | None:
+    """Of a prompt's token ids, alike on both sides; none of one that has none, as embeddings."""
+    if request.prompt_token_ids is None:
+        return None
+    ids = array("Q", request.prompt_token_ids)
+    if sys.byteorder != "little":
+        ids.byteswap()
+    return int.from_bytes(hashlib.blake2b(ids, digest_size=8).digest(), "little")
 
 
 def _not_loaded(self, request, _, external: int) -> None:
@@ -68,8 +89,8 @@ def _kept(self, request, _) -> tuple[bool, None]:
 class Scheduler:
     def __init__(self, vllm_config, kv_cache_config):
         self.produces = vllm_config.kv_transfer_config.is_kv_producer
-        engine = describe(vllm_config, kv_cache_config)
         at = place(vllm_config)
+        engine = describe(vllm_config, kv_cache_config, at.drafts)
 
         ports, last = {}, {}
 
@@ -80,7 +101,8 @@ class Scheduler:
             described = json.dumps(json.loads(engine) | last)
             link = connect(at, lambda path: Link.scheduler(path, described, settings))
             try:
-                link.wait_ready(START_S)
+                # The host says before what is late.
+                link.wait_ready(at.start_s + REFUSAL_S)
             except ValueError:
                 ports.clear()
                 raise
@@ -88,10 +110,14 @@ class Scheduler:
             last["last_life"] = link.incarnation
             return link
 
-        link = make()
-        self.lease_s = link.lease_s + LEASE_MARGIN_S if link.lease_s else 0.0
-        self.line = Line(link, make, self._give_up)
+        self.verifies = at.verifies
+        self.line = line(make, self._give_up)
+        lease_s = self.line.link.lease_s
+        self.lease_s = lease_s + LEASE_MARGIN_S if lease_s else 0.0
         self.groups = len(kv_cache_config.kv_cache_groups)
+        self.block_tokens = [it.kv_cache_spec.block_size for it in kv_cache_config.kv_cache_groups]
+        # Of vLLM, when it has bound it.
+        self.blocks = None
         self.legs: dict[str, Leg] = {}
         # Finished requests whose blocks the host holds.
         self.held: set[str] = set()
@@ -102,29 +128,38 @@ class Scheduler:
         self.failed: set[str] = set()
         # Requests that vLLM had ended when the host was lost that loaded them.
         self.over: set[str] = set()
+        # Those that the workers are to answer for, which vLLM then tells of.
+        self.told: set[str] = set()
         # The lost host, for workers with a transfer actor that it told its jobs.
         self.lost_host = 0
         # Requests whose blocks others may read for a while though the host is gone, and until when.
         self.leased: deque[tuple[float, set[str]]] = deque()
         self.steps = 0
+        # The step computes nothing.
+        self.idle = False
         # Transfers that failed with a host that is gone, and were not counted.
         self.lost = 0
+        # Blocks held and in quarantine, as last told.
+        self.kept = (0, 0)
 
     @guarded(nothing)
     def arrived(self, request) -> None:
         params = request.kv_transfer_params
         wanted = "do_remote_decode" if self.produces else "do_remote_prefill"
-        if not params or not params.get(wanted):
+        # The answer of a prefill of ours, which whoever asked it sent on.
+        if not params or not (params.get(wanted) or params.get("kvferry")):
             return
+        params = json.dumps(params)
         # Before there is the leg: the next host knows nothing of those that there are.
         link = self.line.current()
-        leg = Leg(str(params.get("transfer_id") or ""), request.num_prompt_tokens)
+        leg = Leg(request.num_prompt_tokens, params if self.produces else "")
         self.legs[request.request_id] = leg
         if link is None:
             # It is not handed over, and what it was to load has failed.
             leg.over = leg.may_allocate = True
             return
-        self._tell("arrived", request.request_id, json.dumps(params), leg.tokens)
+        hashed = prompt_hash(request) if self.verifies else None
+        self._tell("arrived", request.request_id, params, leg.tokens, hashed)
 
     @guarded(lambda *_: (0, False))
     def matched(self, request, computed: int) -> tuple[int | None, bool]:
@@ -135,10 +170,18 @@ class Scheduler:
         if sampling is not None and sampling.prompt_logprobs is not None:
             # They come of computing the prompt.
             return 0, False
-        if not leg.may_allocate:
-            return None, False
         external = leg.tokens - computed
+        if not leg.may_allocate and not self._are_free(external):
+            return None, False
         return (external, True) if external > 0 else (0, False)
+
+    def _are_free(self, tokens: int) -> bool:
+        """Whether so many tokens leave most blocks free."""
+        if self.blocks is None:
+            return False
+        taken = sum(-(-tokens // each) for each in self.block_tokens)
+        all_, free = self.blocks.num_gpu_blocks, self.blocks.get_num_free_blocks()
+        return free - taken >= all_ * (1 - EARLY)
 
     @guarded(_not_loaded)
     def allocated(self, request, blocks, external: int) -> None:
@@ -155,26 +198,41 @@ class Scheduler:
         lists = [list(ids) for ids in blocks.get_block_ids()]
         self._tell("allocated", request.request_id, leg.tokens - external, lists)
 
-    @guarded(lambda self, _: (None, [], [], [], self.lost_host))
-    def step(self, output) -> tuple[int | None, list[str], list[str], list[str], int]:
-        """What the workers are told: number of the step if the host is told of it, preempted and
-        failed requests, ended ones whose loads are over, and the host that was lost."""
+    @guarded(lambda self, _: (None, 0, [], [], [], [], self.lost_host))
+    def step(self, output) -> tuple[int | None, int, list[str], list[str], list[str], list[str], int]:
+        """What the workers are told: number of the step if the host is told of it, and tokens of prompts
+        that it computes; preempted and failed requests, ended ones whose loads are over or whose blocks are
+        free, and the host that was lost."""
         preempted = []
+        self._wait_until_free(self.held.intersection(output.preempted_req_ids or ()))
         for request in output.preempted_req_ids or ():
             leg = self.legs.get(request)
             if self.produces and leg is not None and not leg.over:
                 leg.blocks.clear()
                 self._tell("preempted", request)
                 preempted.append(request)
-        step = None
+        step, tokens = None, 0
         if chunks := self._chunks(output) if self.produces else []:
             self.steps += 1
             step = self.steps
+            tokens = sum(to - begin for _, begin, to, _ in chunks)
             self._tell("scheduled", step, chunks)
-        self._hear(0.0 if output.total_num_scheduled_tokens else IDLE_S)
+        self._hear()
+        self.idle = not output.total_num_scheduled_tokens
         failed, self.failed = list(self.failed), set()
         over, self.over = list(self.over), set()
-        return step, preempted, failed, over, self.lost_host
+        self.told.update(failed, over)
+        freed, self.free = list(self.free), set()
+        return step, tokens, preempted, failed, over, freed, self.lost_host
+
+    def _wait_until_free(self, requests: set[str]) -> None:
+        """Of requests that were preempted, which freed their blocks, and ended before this step."""
+        deadline = time.monotonic() + STILL_S
+        while (waited := requests & self.held) and self.line.link is not None:
+            if (left := deadline - time.monotonic()) > 0:
+                self._hear(left)
+            else:
+                self.line.lost(reads_on(waited))
 
     def _chunks(self, output) -> list[tuple]:
         chunks = []
@@ -222,19 +280,18 @@ class Scheduler:
         if reason not in ("stop", "length"):
             return True, None
         blocks = [list(ids) for ids in block_ids]
-        return True, json.loads(self.line.link.answer(leg.transfer, blocks))
+        return True, json.loads(self.line.link.answer(request.request_id, leg.params, blocks))
 
     @guarded(nothing)
     def deliver(self, output) -> None:
-        """Adds what the host freed and loaded to what vLLM is about to apply."""
-        self._hear()
-        if self.free:
-            output.finished_sending = (output.finished_sending or set()) | self.free
-            self.free = set()
+        """Adds what the host loaded to what vLLM is about to apply, which has requests of others, too."""
+        waits = self.idle and (self.legs or self.held) and not (self.free or self.loaded)
+        self._hear(IDLE_S if waits else 0.0)
         if self.loaded or output.finished_recving:
             ended = (output.finished_recving or set()) | self.loaded
-            output.finished_recving = ended & self.awaited
+            output.finished_recving = ended - (ended & (self.told | self.loaded) - self.awaited)
             self.awaited -= ended
+            self.told -= ended
             self.loaded = set()
 
     @guarded(nothing)
@@ -245,7 +302,9 @@ class Scheduler:
             return None
         stats = KvferryStats()
         if told is not None:
-            stats.add(*told)
+            ended, kept = told
+            stats.add(ended)
+            self.kept = kept or self.kept
         stats.add_failures("host-lost", self.lost)
         self.lost = 0
         return stats

@@ -13,9 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from kvferry._native import answered
 from kvferry.vllm.check import given
 
-# A transfer that ended: how, for which cause, seconds until it began, seconds that it took, and bytes
-# that were moved meanwhile, by path.
-Ended = tuple[str, str | None, float | None, float | None, list[tuple[str, int]]]
+# A transfer that ended: how, for which cause, seconds until it began, seconds that it took, bytes
+# that were moved meanwhile, by path, and at a decode what was spoken with the prefill.
+Ended = tuple[str, str | None, float | None, float | None, list[tuple[str, int]], str | None]
 
 OUTCOMES = ("done", "local", "failed")
 
@@ -41,6 +41,7 @@ class KvferryStats(KVConnectorStats):
             "outcomes": {},
             "failures": {},
             "bytes": {},
+            "dialects": {},
             "queue": [],
             "duration": [],
             # None where nothing new is known.
@@ -48,19 +49,23 @@ class KvferryStats(KVConnectorStats):
             "quarantined": None,
         }
 
-    def add(self, ended: list[Ended], kept: tuple[int, int] | None) -> None:
+    def add(self, ended: list[Ended]) -> None:
         """What the host told."""
-        for outcome, cause, queue, duration, moved in ended:
+        for outcome, cause, queue, duration, moved, dialect in ended:
             _add(self.data["outcomes"], {outcome: 1})
             _add(self.data["bytes"], dict(moved))
+            if outcome == "done" and dialect is not None:
+                _add(self.data["dialects"], {dialect: 1})
             if cause is not None:
                 _add(self.data["failures"], {cause: 1})
             if queue is not None:
                 self.data["queue"].append(queue)
             if duration is not None:
                 self.data["duration"].append(duration)
-        if kept is not None:
-            self.data["held"], self.data["quarantined"] = kept
+
+    def keep(self, blocks: list[tuple[int, int]]) -> None:
+        """Those held and in quarantine of all hosts."""
+        self.data["held"], self.data["quarantined"] = map(sum, zip(*blocks, strict=True))
 
     def add_failures(self, cause: str, count: int) -> None:
         """Transfers that failed without the host."""
@@ -70,7 +75,7 @@ class KvferryStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds what came later."""
-        for sums in ("outcomes", "failures", "bytes"):
+        for sums in ("outcomes", "failures", "bytes", "dialects"):
             _add(self.data[sums], other.data[sums])
         for times in ("queue", "duration"):
             self.data[times].extend(other.data[times])
@@ -133,6 +138,11 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
             "outcomes": counter("transfers", "KV transfers that ended.", "outcome"),
             "failures": counter("transfer_failures", "KV transfers that failed.", "cause"),
             "bytes": counter("transfer_bytes", "Bytes of KV that were moved.", "path"),
+            "dialects": counter(
+                "transfers_spoken",
+                "KV transfers of a decode that were done, by what it spoke with the prefill.",
+                "dialect",
+            ),
         }
         self._times = {
             "duration": seconds(

@@ -8,28 +8,37 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 
 from kvferry._native import Link, Transfers
 from kvferry.line import Line, guarded, nothing
-from kvferry.log import logger_of
 from kvferry.start import unbound
-from kvferry.vllm.engine import connect, place
+from kvferry.vllm.drafts import draft_layers
+from kvferry.vllm.engine import STILL_S, connect, line, place, reads_on
 from kvferry.vllm.kernels import Kernels
+from kvferry.vllm.layers import StepLayers, microbatch
 from kvferry.vllm.memory import Files
 
-logger = logger_of(__name__)
-
-# Longest wait of a step for blocks that the host may still read.
-PREEMPTION_S = 2.0
+# Layers of fewer bytes than this are told of together. A link of 400 Gbit/s moves that much in 20 us, about
+# what it takes to tell a host on another core, and less than on the core that computes.
+TOLD_BYTES = 1 << 20
 
 
 class Worker:
-    def __init__(self, vllm_config, kv_cache_config):
+    def __init__(self, vllm_config, kv_cache_config, files: Files):
+        """`files` are those of this process."""
         self.vllm_config = vllm_config
         self.place = place(vllm_config)
-        self.files = Files()
+        self.files = files
         self.rank = vllm_config.parallel_config.rank % (
             vllm_config.parallel_config.tensor_parallel_size
         )
         groups = kv_cache_config.kv_cache_groups
-        self.layers = sum(len(group.layer_names) for group in groups)
+        names = [name for group in groups for name in group.layer_names]
+        drafts = draft_layers(vllm_config, names)
+        if not self.place.drafts:
+            names = [name for name in names if name not in drafts]
+        self.layers = StepLayers(names, drafts)
+        # Most bytes that a token has in a layer.
+        self.token_bytes = max(
+            group.kv_cache_spec.page_size_bytes / group.kv_cache_spec.block_size for group in groups
+        )
         # What the GPU is at, if the KV is in its memory.
         self.kernels: Kernels | None = None
         self.line: Line | None = None
@@ -37,8 +46,6 @@ class Worker:
         self.transfers: Transfers | None = None
         # The host that was lost last.
         self.lost = 0
-        # Layers of the step that are computed.
-        self.done = 0
 
     def pool(self):
         """Where vLLM is to allocate the KV cache; none for where it does."""
@@ -85,23 +92,26 @@ class Worker:
             return connect(self.place, lambda path: Link.worker(path, described))
 
         with unbound():
-            self.line = Line(make(), make)
+            self.line = line(make)
             if self.place.in_worker:
                 self.transfers = Transfers(self.place.socket, self.rank)
 
     @guarded(nothing)
-    def computed(self, step: int | None) -> None:
-        """A layer of the step is computed; vLLM computes them one after the other."""
-        if step is not None and self.done < self.layers:
-            self.done += 1
+    def computed(self, step: int, tokens: int, layer: str) -> None:
+        """A layer of the step is computed, maybe for a part of these tokens of prompts. The host is told
+        when that makes enough bytes, and when there are no more."""
+        if not self.layers.computed(layer, *microbatch(self.vllm_config.parallel_config)):
+            return
+        untold = (self.layers.done - self.layers.told) * tokens * self.token_bytes
+        if untold >= TOLD_BYTES or self.layers.all_done:
             self._tell(step)
 
     @guarded(nothing)
     def step_over(self, step: int | None) -> None:
-        if step is not None and self.done < self.layers:
-            self.done = self.layers
+        self.layers.finish()
+        if step is not None and self.layers.done > self.layers.told:
             self._tell(step)
-        self.done = 0
+        self.layers.reset()
 
     def host_lost(self, incarnation: int) -> None:
         """Blocks of loads that a lost host began are free after this."""
@@ -110,30 +120,31 @@ class Worker:
         self.lost = incarnation
 
     def _tell(self, step: int) -> None:
+        self.layers.told = self.layers.done
         if self.transfers is not None:
             event = self.kernels.mark(self.transfers.seen) if self.kernels is not None else None
-            self.transfers.layers(step, self.done, event)
+            self.transfers.layers(step, self.layers.done, event)
             return
         if (link := self.line.current()) is None:
             return
         try:
-            link.layers(step, self.done)
+            link.layers(step, self.layers.done)
         except ConnectionError as error:
             self.line.lost(error)
 
     @guarded(nothing)
     def wait_for_preempted(self, requests: list[str]) -> None:
-        """Returns when nothing reads the blocks of these requests any more."""
-        waited, deadline = set(requests), time.monotonic() + PREEMPTION_S
+        """Returns when nothing reads the blocks of these requests any more. That is also so when the host
+        has ended: what others still read of a push they throw away, because nobody tells them that it is
+        whole."""
+        waited, deadline = set(requests), time.monotonic() + STILL_S
         while waited and (link := self.line.current()) is not None:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                logger.error("blocks of %s are reused while they may be read", sorted(waited))
-                return
             try:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise reads_on(waited)
                 events = link.wait(left)
             except ConnectionError as error:
-                # What others still read of a push they throw away.
                 self.line.lost(error)
                 return
             waited -= {request for kind, request, _ in events if kind == "preemption_safe"}

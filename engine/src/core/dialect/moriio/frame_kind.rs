@@ -26,6 +26,8 @@ pub enum MoriioFrameKind {
     Release,
     /// A notice to a decode: all is written.
     Written,
+    /// A notice to a decode: nothing will be written.
+    Failed,
     /// Text, as of those who send completions without anything around them.
     Text,
 }
@@ -36,6 +38,7 @@ const METADATA: &[u8] = b"\xa9engine_id";
 /// The same of notices.
 const RELEASE: &[u8] = b"\xa4type\xa7release";
 const WRITTEN: &[u8] = b"\xa4type\xaawrite_done";
+const FAILED: &[u8] = b"\xa4type\xacwrite_failed";
 
 /// How the notice with blocks ends.
 const BLOCKS: &[u8] = b"\xa4type\xadremote_blocks";
@@ -70,6 +73,8 @@ fn alone(part: &[u8]) -> Option<MoriioFrameKind> {
         Some(MoriioFrameKind::Release)
     } else if rest.starts_with(WRITTEN) {
         Some(MoriioFrameKind::Written)
+    } else if rest.starts_with(FAILED) {
+        Some(MoriioFrameKind::Failed)
     } else {
         rest.ends_with(BLOCKS).then_some(MoriioFrameKind::Blocks)
     }

@@ -57,9 +57,42 @@ pub struct AgentMetadata {
     pub block_len: i64,
     /// E.g. `FLASH_ATTN`.
     pub attn_backend: Arc<str>,
+    /// How the blocks lie, which 0.33.0 and later say.
+    pub layouts: CacheLayouts,
     /// The listener takes hellos of the native dialect, too; said by one more key, which vLLM
     /// ignores.
     pub native: bool,
+}
+
+/// How the blocks of each layer lie, by the names of the layers. A peer of 0.32.0 says nothing of
+/// it, and ignores it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct CacheLayouts {
+    /// Of attention with heads: their number, tokens, bytes of a head and token, then the strides of
+    /// blocks, heads and tokens in bytes, and where K, or K and V, begin in a block.
+    pub heads: NamedNumbers,
+    /// Of layers with a state, in numbers of their own.
+    pub states: NamedNumbers,
+    /// Of attention: tokens per block.
+    pub block_sizes: Vec<(Arc<str>, i64)>,
+}
+
+/// Numbers of some layers, each named at most once.
+pub type NamedNumbers = Vec<(Arc<str>, Vec<i64>)>;
+
+/// A map that is left out if there is nothing in it.
+struct NamedMap<'a, V>(&'a [(Arc<str>, V)]);
+
+impl<V> NamedMap<'_, V> {
+    fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<V: Serialize> Serialize for NamedMap<'_, V> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+    }
 }
 
 #[derive(Serialize)]
@@ -70,11 +103,24 @@ struct MetadataWire<'a> {
     num_blocks: i64,
     block_len: i64,
     attn_backend_name: &'a str,
+    #[serde(skip_serializing_if = "NamedMap::is_empty")]
+    kv_head_layouts: NamedMap<'a, Vec<i64>>,
+    #[serde(skip_serializing_if = "NamedMap::is_empty")]
+    mamba_state_layouts: NamedMap<'a, Vec<i64>>,
+    #[serde(skip_serializing_if = "NamedMap::is_empty")]
+    attention_block_sizes: NamedMap<'a, i64>,
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     kvferry: bool,
 }
 
 impl AgentMetadata {
+    /// True if the listener is of vLLM 0.33.0 or later, as what it says of its blocks shows: as a
+    /// decode it takes [`write_failed`](super::notify::write_failed), and its own writers say how
+    /// many they are. Unknown notices end the listeners of 0.32.0.
+    pub fn is_of_0_33(&self) -> bool {
+        self.layouts != CacheLayouts::default()
+    }
+
     /// The two parts after the dialler's identity.
     pub fn encode(&self) -> [Vec<u8>; 2] {
         let wire = MetadataWire {
@@ -84,6 +130,9 @@ impl AgentMetadata {
             num_blocks: self.num_blocks,
             block_len: self.block_len,
             attn_backend_name: &self.attn_backend,
+            kv_head_layouts: NamedMap(&self.layouts.heads),
+            mamba_state_layouts: NamedMap(&self.layouts.states),
+            attention_block_sizes: NamedMap(&self.layouts.block_sizes),
             kvferry: self.native,
         };
         [Vec::new(), pack(&wire)]
@@ -112,11 +161,37 @@ impl AgentMetadata {
                 block_len: int("block_len", "block_len missing or no number")?,
                 attn_backend: text("attn_backend_name", "attn_backend_name missing or no text")?
                     .into(),
+                layouts: layouts(&map)?,
                 native: map.get("kvferry").is_some(),
             })
         };
         fields().map_err(|rule| error(frame, rule))
     }
+}
+
+fn layouts(map: &MsgpackMap<'_>) -> Result<CacheLayouts, &'static str> {
+    let numbers = |value: MsgpackValue<'_>| value.items()?.map(MsgpackValue::number).collect();
+    Ok(CacheLayouts {
+        heads: named(map.get("kv_head_layouts"), numbers).ok_or("kv_head_layouts of no use")?,
+        states: named(map.get("mamba_state_layouts"), numbers)
+            .ok_or("mamba_state_layouts of no use")?,
+        block_sizes: named(map.get("attention_block_sizes"), MsgpackValue::number)
+            .ok_or("attention_block_sizes of no use")?,
+    })
+}
+
+/// The entries of a map, which may be left out; none if one has another type or comes twice.
+fn named<'a, V>(
+    map: Option<MsgpackValue<'a>>,
+    read: impl Fn(MsgpackValue<'a>) -> Option<V>,
+) -> Option<Vec<(Arc<str>, V)>> {
+    let Some(map) = map else { return Some(Vec::new()) };
+    let mut names = BTreeSet::new();
+    let entry = |(name, value): (MsgpackValue<'a>, MsgpackValue<'a>)| {
+        let name = name.text().filter(|name| names.insert(*name))?;
+        Some((name.into(), read(value)?))
+    };
+    map.entries()?.map(entry).collect()
 }
 
 /// One layer of the second reply.

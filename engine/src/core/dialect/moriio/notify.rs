@@ -1,12 +1,15 @@
 //! What engines tell each other on the notify channel: one part each, one way, unanswered.
 //!
 //! ```
-//! use kvferry_engine::core::dialect::moriio::notify::{RemoteBlocks, decode_at_decode, write_done};
+//! use kvferry_engine::core::dialect::moriio::notify::{
+//!     ReceivedDecodeNotice, RemoteBlocks, decode_at_decode, write_failed,
+//! };
 //! use kvferry_engine::core::ids::BlockId;
 //!
-//! assert_eq!(decode_at_decode(&[write_done(&"t".into())]), Ok("t".into()));
+//! let failed = ReceivedDecodeNotice::Failed("t".into());
+//! assert_eq!(decode_at_decode(&[write_failed(&"t".into())]), Ok(failed));
 //! // A prefill is told where to write; that is nothing that a decode takes.
-//! let blocks = RemoteBlocks::new(None, "t".into(), vec![BlockId(3)], 0)?;
+//! let blocks = RemoteBlocks::new(None, "t".into(), vec![vec![BlockId(3)]], 0)?;
 //! assert!(decode_at_decode(&[blocks.encode()]).is_err());
 //! # Ok::<(), kvferry_engine::core::dialect::moriio::EncodeError>(())
 //! ```
@@ -14,7 +17,7 @@
 use super::address::int;
 use super::ports::expected_acks;
 use super::{DecodeError, EncodeError, error, only, pack};
-use crate::core::dialect::msgpack::{MsgpackMap, MsgpackValue};
+use crate::core::dialect::msgpack::{MsgpackItems, MsgpackMap, MsgpackValue};
 use crate::core::ids::{BlockId, RequestId, Role, TransferId};
 use serde::Serialize;
 use std::num::NonZeroU16;
@@ -24,23 +27,25 @@ use std::num::NonZeroU16;
 pub struct RemoteBlocks {
     request: Option<RequestId>,
     transfer: TransferId,
-    blocks: Vec<BlockId>,
+    blocks: Vec<Vec<BlockId>>,
     decode_rank: u16,
 }
 
 impl RemoteBlocks {
-    /// Blocks of attention group 0 in the order of the prompt. `request` is the decode's name of
-    /// the request, which 0.32.0 sends and does not need; `decode_rank` is its global DP rank.
+    /// Blocks of each KV group in the order of the prompt; 0.32.0 knows lists of one group only.
+    /// `request` is the decode's name of the request, which 0.32.0 sends and does not need;
+    /// `decode_rank` is its global DP rank.
     ///
     /// # Errors
     /// No blocks: that ends the listener of 0.32.0. A [`Release`] says that nothing is needed.
     pub fn new(
         request: Option<RequestId>,
         transfer: TransferId,
-        blocks: Vec<BlockId>,
+        blocks: Vec<Vec<BlockId>>,
         decode_rank: u16,
     ) -> Result<RemoteBlocks, EncodeError> {
-        if blocks.is_empty() {
+        // Both versions look at the first list.
+        if blocks.first().is_none_or(Vec::is_empty) {
             return Err(EncodeError { frame: "remote_blocks", rule: "no blocks" });
         }
         Ok(RemoteBlocks { request, transfer, blocks, decode_rank })
@@ -55,8 +60,8 @@ impl RemoteBlocks {
         &self.transfer
     }
 
-    /// At least one block of the decode.
-    pub fn blocks(&self) -> &[BlockId] {
+    /// Blocks of the decode, those of each group; at least one of the first.
+    pub fn blocks(&self) -> &[Vec<BlockId>] {
         &self.blocks
     }
 
@@ -70,7 +75,10 @@ impl RemoteBlocks {
         pack(&RemoteBlocksWire {
             req_id: self.request.as_ref(),
             transfer_id: &self.transfer,
-            block_notify_list: &self.blocks,
+            block_notify_list: match &self.blocks[..] {
+                [flat] => BlockListsWire::Flat(flat),
+                groups => BlockListsWire::Groups(groups),
+            },
             decode_rank: self.decode_rank,
             r#type: "remote_blocks",
         })
@@ -124,9 +132,16 @@ struct RemoteBlocksWire<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     req_id: Option<&'a RequestId>,
     transfer_id: &'a TransferId,
-    block_notify_list: &'a [BlockId],
+    block_notify_list: BlockListsWire<'a>,
     decode_rank: u16,
     r#type: &'static str,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum BlockListsWire<'a> {
+    Flat(&'a [BlockId]),
+    Groups(&'a [Vec<BlockId>]),
 }
 
 #[derive(Serialize)]
@@ -141,6 +156,13 @@ struct TypedWire<'a> {
 /// part.
 pub fn write_done(transfer: &TransferId) -> Vec<u8> {
     pack(&TypedWire { r#type: "write_done", transfer_id: transfer, consumer_tp_size: None })
+}
+
+/// The word that nothing of this transfer will be written any more, for a decode rank: the bytes of
+/// the only part. It ends a listener of 0.32.0, see
+/// [`is_of_0_33`](super::handshake::AgentMetadata::is_of_0_33).
+pub fn write_failed(transfer: &TransferId) -> Vec<u8> {
+    pack(&TypedWire { r#type: "write_failed", transfer_id: transfer, consumer_tp_size: None })
 }
 
 /// What the notify listener of a prefill rank hears.
@@ -174,15 +196,33 @@ pub fn decode_at_prefill<P: AsRef<[u8]>>(
     }
 }
 
-/// The transfer of which a decode rank hears with this frame that it is written; `parts` are those
-/// after the sender's identity.
+/// What the notify listener of a decode rank hears.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum ReceivedDecodeNotice {
+    /// A writer is done; the rank has its KV when so many are. Of 0.32.0 it is always one.
+    Written { transfer: TransferId, writers: NonZeroU16 },
+    /// Nothing will be written; from 0.33.0.
+    Failed(TransferId),
+}
+
+/// What a decode rank hears with this frame; `parts` are those after the sender's identity.
 ///
 /// # Errors
 /// Names the message and the rule. Most of these end the listener of 0.32.0.
-pub fn decode_at_decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<TransferId, DecodeError> {
+pub fn decode_at_decode<P: AsRef<[u8]>>(parts: &[P]) -> Result<ReceivedDecodeNotice, DecodeError> {
     match read(Role::Decode, parts)? {
-        NoticeBody::Text(transfer) => Ok(transfer),
-        NoticeBody::Typed(kind, map) => transfer_of(kind, &map),
+        NoticeBody::Text(transfer) => {
+            Ok(ReceivedDecodeNotice::Written { transfer, writers: NonZeroU16::MIN })
+        }
+        NoticeBody::Typed(kind @ "write_failed", map) => {
+            transfer_of(kind, &map).map(ReceivedDecodeNotice::Failed)
+        }
+        NoticeBody::Typed(kind, map) => {
+            let transfer = transfer_of(kind, &map)?;
+            let writers = count(&map, "num_writers");
+            let writers = writers.ok_or_else(|| error(kind, "num_writers is no count"))?;
+            Ok(ReceivedDecodeNotice::Written { transfer, writers })
+        }
     }
 }
 
@@ -213,6 +253,7 @@ fn read<'a, P: AsRef<[u8]>>(role: Role, parts: &'a [P]) -> Result<NoticeBody<'a>
         Some("remote_blocks") => ("remote_blocks", Role::Prefill),
         Some("release") => ("release", Role::Prefill),
         Some("write_done") => ("write_done", Role::Decode),
+        Some("write_failed") => ("write_failed", Role::Decode),
         Some(_) => return Err(error("notify", "unknown type")),
         None => return Err(error("notify", "no type")),
     };
@@ -234,19 +275,30 @@ fn transfer_of(kind: &'static str, map: &MsgpackMap<'_>) -> Result<TransferId, D
     Ok(text.into())
 }
 
+/// The number of this name as Python's `int()` makes it, 1 if it is left out; none if it is no count.
+fn count(map: &MsgpackMap<'_>, name: &str) -> Option<NonZeroU16> {
+    let Some(size) = map.get(name) else { return Some(NonZeroU16::MIN) };
+    let size: i64 = size.number().or_else(|| size.cut()).or_else(|| int(size.text_or_bin()?))?;
+    u16::try_from(size).ok().and_then(NonZeroU16::new)
+}
+
 fn release(map: &MsgpackMap<'_>) -> Result<Release, DecodeError> {
     let transfer = transfer_of("release", map)?;
-    let consumer_tp = match map.get("consumer_tp_size") {
-        None => Some(NonZeroU16::MIN),
-        Some(size) => size
-            .number()
-            .or_else(|| size.cut())
-            .or_else(|| int(size.text_or_bin()?))
-            .and_then(|size: i64| u16::try_from(size).ok())
-            .and_then(NonZeroU16::new),
-    };
+    let consumer_tp = count(map, "consumer_tp_size");
     let consumer_tp = consumer_tp.ok_or_else(|| error("release", "consumer_tp_size is no size"))?;
     Ok(Release { transfer, consumer_tp })
+}
+
+/// Ids, or lists of ids as from 0.33.0, which looks at the first to tell them apart.
+fn block_lists(items: MsgpackItems<'_>) -> Option<Vec<Vec<BlockId>>> {
+    let items: Vec<MsgpackValue<'_>> = items.collect();
+    let flat = |ids: &mut dyn Iterator<Item = MsgpackValue<'_>>| {
+        ids.map(|id| id.number().map(BlockId)).collect::<Option<Vec<_>>>()
+    };
+    match items.first().map(|first| first.items().is_some()) {
+        Some(true) => items.into_iter().map(|list| flat(&mut list.items()?)).collect(),
+        _ => flat(&mut items.into_iter()).map(|list| vec![list]),
+    }
 }
 
 fn remote_blocks(map: &MsgpackMap<'_>) -> Result<ReceivedPrefillNotice, DecodeError> {
@@ -260,7 +312,7 @@ fn remote_blocks(map: &MsgpackMap<'_>) -> Result<ReceivedPrefillNotice, DecodeEr
             rule: "block_notify_list is no list",
         });
     };
-    let Some(blocks) = items.map(|id| id.number().map(BlockId)).collect::<Option<Vec<_>>>() else {
+    let Some(blocks) = block_lists(items) else {
         return Ok(ReceivedPrefillNotice::Unusable { transfer, rule: "block id that is none" });
     };
     let Some(decode_rank) = map.get("decode_rank").map_or(Some(0), |rank| rank.number()) else {

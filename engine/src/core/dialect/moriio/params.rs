@@ -241,7 +241,17 @@ impl MoriioRemote {
         ZmqAddress { host, ..self.address }.engine()
     }
 
-    /// Where TP rank `tp` of the DP rank listens.
+    /// Name of the engine whose handshakes are at `control`, if it is one of ours: each DP rank is
+    /// named by a port of its own.
+    pub fn engine_at(&self, control: &Endpoint) -> EngineId {
+        match control.0.rsplit_once(':') {
+            Some((_, port)) => format!("{}:{port}", self.host(self.dp_rank)).into(),
+            None => self.engine(),
+        }
+    }
+
+    /// Where TP rank `tp` of the DP rank listens. 0.32.0 looks elsewhere itself where a peer has
+    /// several DP ranks and several TP ranks, and finds nobody.
     ///
     /// # Errors
     /// A rank that the peer does not have, or no port.
@@ -251,7 +261,7 @@ impl MoriioRemote {
         what: DialPurpose,
         tp: u16,
     ) -> Result<Endpoint, Mismatch> {
-        let offset = formula.dial(what, self.shape, self.dp_rank, tp)?;
+        let offset = formula.listen(self.shape, self.dp_rank, tp)?;
         let base = match what {
             DialPurpose::Handshake => self.address.handshake,
             _ => self.address.notify,

@@ -50,6 +50,13 @@ pub struct ParallelSizes {
     pub tp_size: u16,
 }
 
+impl ParallelSizes {
+    /// TP ranks of the engine; where that is not known, as many as on the other side.
+    pub fn tp_size_or(self, own_tp: u16) -> u16 {
+        if self.tp_size == 0 { own_tp } else { self.tp_size }
+    }
+}
+
 impl PortFormula {
     /// Distance of the port where the rank of an engine of this shape listens from the base port.
     /// `dp` is global.
@@ -84,15 +91,6 @@ impl PortFormula {
                 Ok(port_offset(fold(dp, peer.dp_size_local), tp, 1))
             }
             (PortFormula::Legacy, DialPurpose::EarlyRelease) => Ok(port_offset(dp, tp, 1)),
-        }
-    }
-
-    /// How many TP ranks of the peer a decode scheduler tells of blocks or of an early release.
-    /// 0.32.0 takes its own size for the peer's.
-    pub fn fan_out(self, own_tp: u16, peer: ParallelSizes) -> u16 {
-        match self {
-            PortFormula::Injective if peer.tp_size > 0 => peer.tp_size,
-            _ => own_tp,
         }
     }
 }
@@ -159,6 +157,14 @@ pub fn expected_acks(producer_tp: u16, consumer_tp: u16) -> Result<u16, Mismatch
         return refuse(text);
     }
     Ok(consumer_tp / producer_tp)
+}
+
+/// How many ranks of a prefill write to one of a decode, as 0.33.0 has it: of those with the same heads
+/// only the first. 0.32.0 writes between equal sizes only.
+pub fn expected_writers(producer_tp: u16, consumer_tp: u16, kv_heads: u16) -> u16 {
+    let share = producer_tp.checked_div(consumer_tp).unwrap_or(0);
+    let copies = producer_tp.checked_div(kv_heads).unwrap_or(0).max(1);
+    (share / copies).max(1)
 }
 
 /// Checks that ranks of both sides hold the same heads: MoRIIO moves whole blocks.

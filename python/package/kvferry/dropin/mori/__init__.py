@@ -1,1 +1,1 @@
-"""kvferry's stand-in for MoRI; only `mori.io`."""
+"""kvferry's stand-in for MoRI; only `mori.io` and what is of it in `mori.cpp`."""

@@ -1,5 +1,5 @@
 """MoRI-IO's Python interface over kvferry's fabric for host memory, as far as vLLM 0.32.0's
-MoRIIOConnector uses it."""
+MoRIIOConnector, SGLang 0.5.23's MoRI backend and vLLM-Omni 0.30.0's connector use it."""
 
 import enum
 import logging
@@ -8,8 +8,9 @@ import threading
 from dataclasses import dataclass
 
 from kvferry._native import Engine, EngineDesc, MemoryDesc
-from kvferry._native import IOEngineSession, TransferStatus, check_settings
-from kvferry.cuda import stand_in
+from kvferry._native import IOEngineSession, TransferStatus, check_settings, wait_all
+from kvferry.codes import StatusCode
+from kvferry.cuda import stand_in, unpinned
 
 __all__ = [
     "BackendType",
@@ -26,11 +27,13 @@ __all__ = [
     "XgmiBackendConfig",
 ]
 
-# Below vLLM's logger, whose handlers a server has.
-logger = logging.getLogger("vllm.kvferry" if "vllm" in sys.modules else "kvferry")
+# Below the logger of the server, which has handlers: vLLM's are vLLM-Omni's, too, and SGLang loads vLLM
+# where it is installed.
+_SERVERS = [name for name in ("sglang", "vllm") if name in sys.modules]
+logger = logging.getLogger(".".join([*_SERVERS[:1], "kvferry"]))
 
-if "torch" in sys.modules:
-    stand_in(sys.modules["torch"])
+# What imports this module in vLLM.
+_MORIIO = "vllm.distributed.kv_transfer.kv_connector.v1.moriio"
 
 
 class BackendType(enum.IntEnum):
@@ -48,24 +51,20 @@ class PollCqMode(enum.IntEnum):
     EVENT = 1
 
 
-class StatusCode(enum.IntEnum):
-    SUCCESS = 0
-    INIT = 1
-    IN_PROGRESS = 2
-    ERR_INVALID_ARGS = 11
-    ERR_RDMA_OP = 13
-    ERR_BAD_STATE = 14
-
-
 @dataclass
 class RdmaBackendConfig:
-    """Only `num_worker_threads` has a meaning here: threads that copy."""
+    """Only `num_worker_threads` has a meaning here: threads that copy, one if it is less."""
 
     qp_per_transfer: int = 1
     post_batch_size: int = -1
-    num_worker_threads: int = 1
+    num_worker_threads: int = -1
     poll_cq_mode: PollCqMode = PollCqMode.POLLING
     enable_notification: bool = True
+    notif_per_qp: int = 1024
+    enable_transfer_chunking: bool = False
+    chunk_bytes: int = 65536
+    max_chunks_per_transfer: int = 64
+    num_nics_per_transfer: int = 1
 
 
 @dataclass
@@ -85,13 +84,14 @@ class IOEngineConfig:
 
 
 class IOEngine:
-    """Registers memory and opens sessions. Memory that is registered stays referenced for the life
-    of the engine. May be used from several threads."""
+    """Registers memory, opens sessions and posts transfers that need none. A tensor that is registered
+    stays referenced until it is deregistered, or for the life of the engine. May be used from several
+    threads."""
 
     Session = IOEngineSession
 
     def __init__(self, key: str, config: IOEngineConfig):
-        _check_vllm()
+        _prepare()
         self._key = key
         self._config = config
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class IOEngine:
         """Starts the engine. Both kinds are kvferry's fabric for host memory."""
         workers = 1
         if kind == BackendType.RDMA:
-            workers = (config or RdmaBackendConfig()).num_worker_threads
+            workers = max(1, (config or RdmaBackendConfig()).num_worker_threads)
         elif kind != BackendType.XGMI:
             raise ValueError(f"backend {kind!r}: use BackendType.RDMA or BackendType.XGMI")
         with self._lock:
@@ -125,6 +125,10 @@ class IOEngine:
     def register_remote_engine(self, desc: EngineDesc) -> None:
         self._engine().register_remote_engine(desc)
 
+    def deregister_remote_engine(self, desc: EngineDesc) -> None:
+        """Forgets a peer; what is under way with it fails."""
+        self._engine().deregister_remote_engine(desc)
+
     def register_torch_tensor(self, tensor) -> MemoryDesc:
         """Registers the memory of a contiguous tensor of the CPU."""
         if tensor.device.type != "cpu":
@@ -134,15 +138,24 @@ class IOEngine:
             )
         if not tensor.is_contiguous():
             raise ValueError(f"a tensor with strides {tensor.stride()}: it has to be contiguous")
-        return self._engine().register_memory(tensor.data_ptr(), tensor.nbytes, tensor)
+        return self._engine().register_memory(tensor.data_ptr(), tensor.nbytes, tensor, False)
 
-    def register_memory(
-        self, ptr: int, size: int, device: int, location: MemoryLocationType
-    ) -> MemoryDesc:
-        """Registers `size` bytes at address `ptr`, which the caller keeps mapped."""
-        if location != MemoryLocationType.CPU or device != -1:
-            raise ValueError("kvferry's mori moves host memory only: device -1, location CPU")
-        return self._engine().register_memory(ptr, size, None)
+    def register_memory(self, ptr: int, size: int, device: int, location: MemoryLocationType) -> MemoryDesc:
+        """Registers `size` bytes at address `ptr`, which the caller keeps mapped until they are
+        deregistered. A server on the CPU may call its KV a GPU's, as SGLang does: that is looked at."""
+        of_gpu = location == MemoryLocationType.GPU
+        if not of_gpu and (location != MemoryLocationType.CPU or device != -1):
+            raise ValueError(
+                f"memory of device {device} at {location!r}: host memory is device -1, MemoryLocationType.CPU"
+            )
+        desc = self._engine().register_memory(ptr, size, None, of_gpu)
+        if of_gpu:
+            logger.debug("%s: %s, said to be of GPU %d, is host memory", self._key, desc, device)
+        return desc
+
+    def deregister_memory(self, memory: MemoryDesc) -> None:
+        """What is under way with it here fails; on return nothing lands in it any more."""
+        self._engine().deregister_memory(memory)
 
     def create_session(self, local: MemoryDesc, remote: MemoryDesc) -> IOEngineSession:
         session = self._engine().create_session(local, remote)
@@ -152,19 +165,55 @@ class IOEngine:
     def allocate_transfer_uid(self) -> int:
         return self._engine().allocate_transfer_uid()
 
+    def read(self, local, local_offset, remote, remote_offset, size, uid) -> TransferStatus:
+        lists = [local], [[local_offset]], [remote], [[remote_offset]], [[size]], [uid]
+        return self.batch_read(*lists)[0]
+
+    def write(self, local, local_offset, remote, remote_offset, size, uid) -> TransferStatus:
+        lists = [local], [[local_offset]], [remote], [[remote_offset]], [[size]], [uid]
+        return self.batch_write(*lists)[0]
+
+    def batch_read(
+        self, locals_, local_offsets, remotes, remote_offsets, sizes, uids
+    ) -> list[TransferStatus]:
+        """Copies ranges of remote regions into local ones, one batch for each pair of regions.
+
+        Raises RuntimeError, and has posted nothing, if a peer cannot be reached; whatever else cannot be
+        done is in the status."""
+        return self._engine().post(True, locals_, local_offsets, remotes, remote_offsets, sizes, uids)
+
+    def batch_write(
+        self, locals_, local_offsets, remotes, remote_offsets, sizes, uids
+    ) -> list[TransferStatus]:
+        """As `batch_read`, of local regions into remote ones."""
+        return self._engine().post(False, locals_, local_offsets, remotes, remote_offsets, sizes, uids)
+
+    def wait_all(self, statuses: list[TransferStatus], timeout_ms: int = -1) -> StatusCode:
+        """Waits for all of them, or for so many milliseconds; tells the first failure, else whether one
+        is under way."""
+        return wait_all(statuses, timeout_ms)
+
 
 # Bytes of a page, as vLLM's connector has it, and of a tensor that glibc maps on its own like a KV cache.
 PAGE = 4096
 LARGE = 64 << 20
 
 
-def _check_vllm() -> None:
+def _prepare() -> None:
+    """Where PyTorch has no GPU, makes up for what servers ask of it all the same."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_available():
+        return
+    unpinned(torch)
+    if any(name.startswith(_MORIIO) for name in sys.modules):
+        stand_in(torch)
+        _check_alignment(torch)
+
+
+def _check_alignment(torch) -> None:
     """vLLM on a CPU may allocate KV where its connector cannot register it, and says so in words that
     do not help. Where PyTorch puts what is large is seen from such a tensor, whose pages are never
     touched."""
-    torch = sys.modules.get("torch")
-    if torch is None or "vllm" not in sys.modules or torch.cuda.is_available():
-        return
     at = torch.empty(LARGE, dtype=torch.int8, device="cpu").data_ptr()
     if at % PAGE:
         raise RuntimeError(
@@ -176,4 +225,4 @@ def _check_vllm() -> None:
 # A worker of vLLM that fails once its connector beats its heart never ends; one that cannot import
 # it does.
 check_settings()
-_check_vllm()
+_prepare()

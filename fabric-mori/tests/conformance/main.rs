@@ -1,6 +1,8 @@
 //! The conformance suite of data planes, over both backends, within a process and between two.
 
+#[path = "../common/mod.rs"]
 mod common;
+mod mixed;
 
 use common::{apart, here, serve_if_child};
 use kvferry_engine::conformance::data_plane;

@@ -1,0 +1,165 @@
+//! Whether the KV that arrived is that of the prefill, before the engine is told of it.
+
+use super::request::DecodePhase;
+use super::{Decode, DecodeTurn};
+use crate::core::error::Failure;
+use crate::core::ids::{FlowId, RankSet, RequestId};
+use crate::core::message::{DecodeLeg, FlowState, TransferJob};
+use crate::core::verify::{DigestPlan, KvDigest, VerifyRequest, block_tokens};
+
+/// What became of the KV that was verified.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct VerifyCounters {
+    /// Blocks of a layer, of a rank, that were digested and are those of the prefill.
+    pub blocks: u64,
+    /// Transfers that did not arrive as they were sent.
+    pub mismatches: u64,
+}
+
+/// KV that is being digested here.
+#[derive(Debug)]
+pub(super) struct KvCheck {
+    pub(super) flow: FlowId,
+    /// Ranks that have not ended it.
+    left: RankSet,
+    /// Tokens for which there is one sum.
+    block: u32,
+    /// What they have found so far.
+    found: KvDigest,
+    /// What the prefill has.
+    sent: Box<KvDigest>,
+}
+
+impl Decode {
+    /// What is asked of the prefill of a leg.
+    ///
+    /// # Errors
+    /// KV has to be verified, and the engine did not say what is needed for it.
+    pub(super) fn verification(&self, leg: &DecodeLeg) -> Result<Option<VerifyRequest>, Failure> {
+        let level = self.config.verify;
+        match leg.prompt_hash {
+            _ if level.is_off() => Ok(None),
+            Some(prompt) => Ok(Some(VerifyRequest { level, prompt })),
+            None => Err(Failure::mismatch(
+                "KV is to be verified, and the engine did not say a hash of the prompt's tokens",
+            )),
+        }
+    }
+
+    /// Everything is in the blocks, as far as is known: the engine is told, after a look at the
+    /// bytes if they are to be verified.
+    pub(super) fn arrived_whole(
+        &mut self,
+        id: &RequestId,
+        sent: Option<Box<KvDigest>>,
+        turn: &mut DecodeTurn<'_>,
+    ) {
+        let verify = self.requests.get(id).and_then(|request| request.verify);
+        let Some(VerifyRequest { level, prompt }) = verify else {
+            return self.answer(id, Ok(()), turn);
+        };
+        let flow = FlowId(self.fresh());
+        let Some(request) = self.requests.get_mut(id) else { return };
+        let Some(sent) = sent else {
+            let why = "the prefill sent no digest of it, though it was asked for one";
+            return self.answer(id, Err(Failure::Corrupt(why.into())), turn);
+        };
+        let Some(info) = self.peer_manager.info(request.connection) else {
+            return self.answer(id, Err(Failure::PeerSilent), turn);
+        };
+        let plan = DigestPlan::new(level, (&request.tag.key, info.incarnation), prompt);
+        let block = block_tokens(&info.geometry, &self.config.geometry);
+        turn.push(TransferJob::Digest {
+            flow,
+            peer: request.connection,
+            from: request.computed,
+            tokens: request.tokens,
+            blocks: request.blocks.clone(),
+            plan,
+        });
+        let left = RankSet::first(self.config.geometry.tp);
+        let found = KvDigest::default();
+        request.phase = DecodePhase::Checking(KvCheck { flow, left, block, found, sent });
+        self.flows.insert(flow, id.clone());
+        if planted!("loaded-before-it-is-verified") {
+            self.answer(id, Ok(()), turn);
+        }
+    }
+
+    /// News of the ranks that digest. True if the flow is one of them.
+    pub(super) fn check_news(
+        &mut self,
+        (rank, flow): (u16, FlowId),
+        id: &RequestId,
+        state: &FlowState,
+        turn: &mut DecodeTurn<'_>,
+    ) -> bool {
+        let Some(request) = self.requests.get_mut(id) else { return false };
+        let DecodePhase::Checking(check) = &mut request.phase else { return false };
+        if check.flow != flow {
+            return false;
+        }
+        match state {
+            FlowState::Digested(digest) => check.found.merge(digest),
+            FlowState::Done { .. } => {
+                check.left.remove(rank);
+                if check.left.is_empty() {
+                    self.compare(id, turn);
+                }
+            }
+            FlowState::Failed(failure) | FlowState::Failing(failure) => {
+                let failure = failure.clone();
+                self.stop_check(id, failure, turn);
+            }
+            FlowState::Moving => {}
+        }
+        true
+    }
+
+    fn compare(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
+        let Some(request) = self.requests.get(id) else { return };
+        let DecodePhase::Checking(check) = &request.phase else { return };
+        let KvCheck { flow, block, found, sent, .. } = check;
+        let (flow, block) = (*flow, *block);
+        // A prefill that is read from does not know what was here already.
+        let is_whole = request.lease.is_none() || request.computed == 0;
+        let from = (request.computed / block) as usize;
+        let difference = sent.difference(found, from, is_whole);
+        let wrong = difference.filter(|_| !planted!("digests-are-not-compared"));
+        let result = match wrong {
+            None => {
+                self.verified.blocks += found.count;
+                Ok(())
+            }
+            Some(wrong) => {
+                self.verified.mismatches += 1;
+                let text =
+                    format!("{wrong}, of {block} tokens a block, from {}", request.prefill.0);
+                Err(Failure::Corrupt(text.into()))
+            }
+        };
+        self.flows.remove(&flow);
+        self.answer(id, result, turn);
+    }
+
+    /// The blocks are whole and nobody writes into them: they are given back at once, whatever their
+    /// digest is.
+    pub(super) fn stop_check(
+        &mut self,
+        id: &RequestId,
+        failure: Failure,
+        turn: &mut DecodeTurn<'_>,
+    ) {
+        let Some(request) = self.requests.get(id) else { return };
+        let DecodePhase::Checking(KvCheck { flow, .. }) = &request.phase else { return };
+        let flow = *flow;
+        self.flows.remove(&flow);
+        turn.push(TransferJob::Stop { flow });
+        self.answer(id, Err(failure), turn);
+    }
+
+    /// What became of the KV that was verified.
+    pub fn verified(&self) -> VerifyCounters {
+        self.verified
+    }
+}

@@ -10,20 +10,30 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 PARALLEL = {
+    "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "data_parallel_size": 1,
     "data_parallel_size_local": 1,
+    "data_parallel_backend": "mp",
+    "data_parallel_index": 0,
+    "data_parallel_rank": 0,
+    "data_parallel_rank_local": None,
+    "local_engines_only": False,
+    "nnodes_within_dp": 1,
 }
 
 
 class Config:
     """Asks for the connector's class while it is made, as vLLM's does."""
 
-    def __init__(self, keys=None, role="kv_producer", speculative=None, **parallel):
-        self.kv_transfer_config = SimpleNamespace(kv_role=role, kv_connector_extra_config=keys)
+    def __init__(self, keys=None, role="kv_producer", speculative=None, sleeps=False, **parallel):
+        self.kv_transfer_config = SimpleNamespace(
+            kv_connector="KvferryConnector", engine_id="e", kv_role=role, kv_connector_extra_config=keys
+        )
         self.parallel_config = SimpleNamespace(**(PARALLEL | parallel))
+        self.model_config = SimpleNamespace(enable_sleep_mode=sleeps)
         self.speculative_config = speculative
 
     def __post_init__(self):
@@ -43,8 +53,10 @@ def vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
 
     platform = SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: True)
-    module("vllm")
+    factory = SimpleNamespace(get_connector_class_by_name=lambda name: "the class")
+    module("vllm", __version__="0.32.0")
     module("vllm.platforms", current_platform=platform)
+    module("vllm.distributed.kv_transfer.kv_connector.factory", KVConnectorFactory=factory)
     module("kvferry.vllm.connector", KvferryConnector="the class")
     for name in [name for name in sys.modules if name.startswith("kvferry.vllm")]:
         if name != "kvferry.vllm.connector":
@@ -59,10 +71,12 @@ def vllm(monkeypatch):
         (Config({"host_ip": "0.0.0.0"}), "peers are told it and cannot connect"),
         (Config({"handshake_port": 7, "notify_port": 7}), "it is handshake_port, too"),
         (Config({"protocol": {"lease_ms": -1}}), "protocol.lease_ms = -1: it has to be a time"),
-        (Config(role="kv_both"), 'kv_role "kv_both"'),
+        (Config({"handshake_port": 7000, "notify_port": 7001}, role="kv_both"), "put them 2 apart"),
         (Config(pipeline_parallel_size=2), "pipeline parallelism"),
-        (Config(data_parallel_size=4), "DP ranks on several nodes"),
-        (Config(speculative="ngram"), "speculative decoding"),
+        (Config(data_parallel_size=4, data_parallel_backend="ray"), "DP ranks on several nodes by Ray"),
+        (Config(nnodes_within_dp=2), "TP ranks on several nodes"),
+        (Config(sleeps=True), "sleep mode"),
+        (Config(speculative=SimpleNamespace(method="dflash")), "speculative decoding with dflash"),
     ],
 )
 def test_mistakes_are_told_while_vllm_reads_its_configuration(vllm, made, said):
@@ -73,6 +87,8 @@ def test_mistakes_are_told_while_vllm_reads_its_configuration(vllm, made, said):
 def test_a_configuration_that_can_be_is_taken(vllm):
     assert Config({"http_port": "8100", "channel": {"silent_ms": 9000}}).__post_init__() == "the class"
     assert Config().__post_init__() == "the class"
+    assert Config(role="kv_both").__post_init__() == "the class"
+    assert Config(speculative=SimpleNamespace(method="ngram")).__post_init__() == "the class"
     # Later, whoever asks has no configuration at hand, or one that was checked.
     assert Config({"red_mode": True})._connector_class() == "the class"
 

@@ -1,6 +1,7 @@
 """vLLM-Omni's adapters of chunks over a connector, and what its scheduler does with one."""
 
 import time
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +46,35 @@ def to_codes(transfer_manager: Any, multimodal_output: Any, request: Any, is_fin
     return OmniPayloadStruct(codes=CodesStruct(audio=multimodal_output["audio"]))
 
 
+class Chunks(deque):
+    """Those that are to be sent, with the number of those that its thread has taken."""
+
+    taken = 0
+
+    def popleft(self) -> Any:
+        self.taken += 1
+        return super().popleft()
+
+
+class Adapter(OmniChunkTransferAdapter):
+    """Says when what was to be sent was sent, or failed."""
+
+    sent = 0
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self._pending_save_reqs = Chunks(self._pending_save_reqs)
+
+    def _send_single_request(self, task: Any) -> None:
+        try:
+            super()._send_single_request(task)
+        finally:
+            self.sent += 1
+
+    def is_idle(self) -> bool:
+        return not self._pending_save_reqs and self._pending_save_reqs.taken == self.sent
+
+
 def begin(here: Any, stage: int, extra: dict[str, Any], name: str = NAME) -> None:
     kvferry.omni.register()
     model = SimpleNamespace(
@@ -57,7 +87,7 @@ def begin(here: Any, stage: int, extra: dict[str, Any], name: str = NAME) -> Non
         max_model_len=4096,
     )
     config = SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=8))
-    here.adapter = OmniChunkTransferAdapter(config)
+    here.adapter = Adapter(config)
     here.connector = here.adapter.connector
     here.requests = {}
 
@@ -67,7 +97,7 @@ def send(here: Any, name: str, audio: torch.Tensor, is_last: bool = False) -> di
     made = here.requests.setdefault(name, request(name))
     made.done, made.num_computed_tokens = is_last, made.num_computed_tokens + 1
     here.adapter.save_async({"audio": audio}, made)
-    wait_for(lambda: not here.adapter._pending_save_reqs)
+    wait_for(here.adapter.is_idle)
     if is_last:
         del here.requests[name]
         wait_for(lambda: name not in here.adapter._sender_tokens or here.adapter._send_failures)

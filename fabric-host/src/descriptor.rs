@@ -27,7 +27,7 @@ pub(crate) struct HostPlaneAddress {
 }
 
 /// Boot id, and namespaces of process ids and of networks, of this process.
-pub(crate) fn this_node() -> Arc<str> {
+pub fn this_node() -> Arc<str> {
     let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = |kind: &str| -> String {
         let link = fs::read_link(format!("/proc/self/ns/{kind}")).unwrap_or_default();

@@ -41,6 +41,7 @@ mod sys;
 mod worker;
 
 pub use config::{DataPath, HostConfig, PeerTrust};
+pub use descriptor::this_node;
 pub use memory::{HugePages, MemfdPool};
 pub use plane::{HostCounterReader, HostError, HostPlane, SessionPaths};
 pub use shared::{HostCounters, PathCount};

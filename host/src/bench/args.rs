@@ -2,6 +2,7 @@
 
 use crate::instance::{BackendArg, FabricArg, PlaneConfig, mori_settings};
 use crate::process::{CommandError, name, seconds};
+use crate::sidecar::config::{Paths, paths};
 use clap::{Args, ValueEnum};
 use kvferry_engine::fabric::Direction;
 use kvferry_fabric_host::{HostConfig, PeerTrust};
@@ -31,6 +32,10 @@ pub(crate) struct BenchArgs {
     /// {"qp_per_transfer": 4}
     #[arg(long, value_name = "JSON")]
     pub(super) mori: Option<String>,
+    /// Ways that the bytes may go with --fabric host, of shared-memory, cross-memory, tcp; on both
+    /// sides. All if not given
+    #[arg(long, value_name = "PATHS", value_parser = paths)]
+    pub(super) paths: Option<Paths>,
     /// Memory of this GPU in place of memory of the host
     #[arg(long, value_name = "N")]
     pub(super) device: Option<u32>,
@@ -116,12 +121,19 @@ impl BenchArgs {
             // There is nothing in its memory but patterns.
             None => {
                 let trust = PeerTrust { insecure_network: true, ..PeerTrust::default() };
-                Ok(PlaneConfig::Host(HostConfig { trust, ..HostConfig::default() }))
+                let mut config = HostConfig { trust, ..HostConfig::default() };
+                if let Some(Paths(paths)) = &self.paths {
+                    config.paths = paths.clone();
+                }
+                Ok(PlaneConfig::Host(config))
             }
         }
     }
 
     fn mori_plane(&self) -> Result<PlaneConfig, String> {
+        if self.paths.is_some() {
+            return Err("--paths is for --fabric host; this is --fabric mori".into());
+        }
         let backend = self.backend.map_or(MoriBackend::Rdma, MoriBackend::from);
         if backend == MoriBackend::Xgmi && self.device.is_none() {
             return Err(
@@ -168,6 +180,7 @@ impl BenchArgs {
         let given = [
             ("--backend", self.backend.as_ref().map(name)),
             ("--mori", self.mori.clone()),
+            ("--paths", self.paths.as_ref().map(Paths::names)),
             ("--device", self.device.map(|device| device.to_string())),
             ("--host-ip", self.host_ip.clone()),
             ("--memory", Some(self.memory.to_string())),

@@ -7,15 +7,17 @@ mod exit_diagnosis;
 mod limits;
 mod local_socket;
 mod mori_checks;
+mod pair;
 mod peer;
 mod ports;
+mod side;
 mod trust;
 
 pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 
 use crate::instance::{BackendArg, FabricArg, mori_settings};
 use crate::process::{CommandError, Exit, seconds};
-use crate::sidecar::config::{ConfigLayer, HostArgs, SidecarConfig};
+use crate::sidecar::config::{ConfigLayer, HostArgs, Paths, SidecarConfig};
 use crate::sidecar::settings::KvMemory;
 use clap::{Args, ValueEnum};
 use kvferry_fabric_mori::MoriConfig;
@@ -67,12 +69,12 @@ pub(crate) struct DoctorArgs {
     /// {"port": 7100}
     #[arg(long, value_name = "JSON")]
     pub(crate) mori: Option<String>,
-    /// Also move bytes by RDMA to and from the machine whose `doctor --fabric mori --serve` waits
-    /// there
+    /// Also try what is between this machine and the one whose `doctor --serve` waits there:
+    /// versions, secret, clocks, ports, interfaces and what they carry in a second
     #[arg(long, value_name = "HOST:PORT", conflicts_with = "serve")]
     pub(crate) peer: Option<String>,
     /// After all else, wait here for the doctor of another machine that is given this address with
-    /// --peer
+    /// --peer, and has the same --fabric and --backend
     #[arg(long, value_name = "ADDR:PORT")]
     pub(crate) serve: Option<String>,
     /// Longest wait for a process that tries something; it is killed then
@@ -178,10 +180,11 @@ impl DoctorArgs {
         let between = [("--peer", &self.peer), ("--serve", &self.serve)];
         let is_mori = self.fabric == FabricArg::Mori;
         if let Some((name, _)) = between.iter().find(|(_, given)| given.is_some())
-            && !(is_mori && self.backend == BackendArg::Rdma)
+            && is_mori
+            && self.backend != BackendArg::Rdma
         {
             return Err(CommandError::Input(format!(
-                "{name} is for --fabric mori with --backend rdma, which moves bytes between machines"
+                "{name} is not for --backend xgmi, which moves bytes within a machine"
             )));
         }
         let config = match &self.mori {
@@ -219,7 +222,7 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, Co
     if let Some(at) = &args.serve {
         // It may wait for long.
         out.flush()?;
-        let check = mori_checks::serve(args, at);
+        let check = pair::serve(args, at, secret_of(args));
         is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
@@ -263,9 +266,18 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
     if args.fabric == FabricArg::Mori {
         checks.extend(devices::mori_fabric(plan));
         checks.extend(mori_checks::mori(args));
-        checks.extend(args.peer.as_deref().map(|to| mori_checks::with_peer(args, to)));
+    }
+    if let Some(to) = &args.peer {
+        checks.extend(pair::with_peer(args, to, secret_of(args)));
     }
     checks
+}
+
+/// The file of the secret that a server with these arguments would have.
+fn secret_of(args: &DoctorArgs) -> Option<PathBuf> {
+    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
+    let config = host.resolve(std::env::vars_os()).ok();
+    args.secret_file.clone().or_else(|| config.and_then(|it| it.operator.fabric.trust.secret_file))
 }
 
 /// What `kvferry host` would take from file and environment.
@@ -280,8 +292,7 @@ fn configuration(config: Result<SidecarConfig, String>) -> Check {
         None => "no file, the environment".into(),
     };
     let fabric = &config.operator.fabric;
-    let paths: Vec<_> = fabric.paths.iter().map(|path| path.name()).collect();
-    let paths = paths.join(", ");
+    let paths = Paths(fabric.paths.clone()).names();
     let (copiers, spin_us, slower) = (fabric.copiers, fabric.spin_us, fabric.slower);
     let found =
         format!("{file}: copiers {copiers}, spin_us {spin_us}, slower {slower}, paths {paths}");

@@ -1,27 +1,22 @@
 //! Whether MoRI moves bytes: tried by processes that it may end, each a side of the smallest
 //! `bench`.
 
-use super::child::{ChildExit, ChildProcess, ExitCause};
+use super::child::{ChildExit, ExitCause};
 use super::exit_diagnosis::remedy;
 use super::peer::{GpuProbe, ShimLoad, in_one_line, start};
 use super::ports::joined;
-use super::{Check, DoctorArgs, LOOPBACK};
+use super::side::{BenchRole, ONE, compared, rows, side};
+use super::{Check, DoctorArgs};
 use crate::instance::BackendArg;
 use crate::process::name;
 use kvferry_fabric_mori::{Shim, ShimSearchPath};
 use serde_json::Value;
-use std::io::{self, Write};
 use std::time::Duration;
 
 const SHIM: &str = "mori-shim";
 const FIX: &str = "mori-fix";
 const RDMA: &str = "mori-rdma-try";
 const XGMI: &str = "mori-xgmi-try";
-const PEER: &str = "mori-peer-try";
-const SERVED: &str = "mori-served";
-
-/// What each of two processes has registered: more than the usual limits of locked memory.
-const MEMORY: &str = "64M";
 
 /// What was wrong, and what to do.
 type CheckProblem = (String, String);
@@ -110,14 +105,15 @@ fn between(args: &DoctorArgs, backend: BackendArg, devices: [Option<u32>; 2]) ->
     let at = joined(&args.host_ip, 0);
     let settings = args.mori.as_deref().map(|text| (text.to_owned(), without_ports(text)));
     let (settings, others) = settings.unzip();
-    let waiting = side(args, (backend, theirs, settings), ["--serve", &at]).map_err(unable)?;
+    let waiting = fabric(backend, theirs, settings.as_deref());
+    let waiting = side(args, &waiting, BenchRole::Serve(&at)).map_err(unable)?;
     let said = |who: &str, end: &ChildExit| {
         (format!("the process that {who} {}", end.describe()), end.remedy())
     };
     let (waiting, ready) = waiting.ready::<Value>(limit).map_err(|end| said("waits", &end))?;
     let to = ready["address"].as_str().unwrap_or_default();
-    let moving =
-        side(args, (backend, ours, others), ["--to", to]).map_err(unable)?.wait(Some(limit));
+    let moving = fabric(backend, ours, others.as_deref());
+    let moving = side(args, &moving, BenchRole::To(to, ONE)).map_err(unable)?.wait(Some(limit));
     let waiting = waiting.end(limit);
     // Who is told that a peer is gone has less to say than the peer.
     if !matches!(waiting.how, ExitCause::Exit(0 | 2)) {
@@ -133,90 +129,29 @@ fn between(args: &DoctorArgs, backend: BackendArg, devices: [Option<u32>; 2]) ->
     Ok(moved(&moving, &whom))
 }
 
-/// This machine and the doctor that waits on another one.
-pub(super) fn with_peer(args: &DoctorArgs, to: &str) -> Check {
-    let moving = side(args, (args.backend, None, args.mori.clone()), ["--to", to]).map_err(unable);
-    match moving.map(|moving| moving.wait(Some(args.timeout))) {
-        Err((why, remedy)) => Check::fail(PEER, why, remedy),
-        Ok(end) if end.how != ExitCause::Exit(0) => Check::fail(
-            PEER,
-            format!("the process that moves bytes {}", end.describe()),
-            end.remedy(),
-        ),
-        Ok(end) => Check::ok(PEER, moved(&end, &format!("this machine and {to}"))),
-    }
-}
-
-/// Waits at this address until the doctor of another machine has tried.
-pub(super) fn serve(args: &DoctorArgs, at: &str) -> Check {
-    let waiting =
-        side(args, (args.backend, None, args.mori.clone()), ["--serve", at]).map_err(unable);
-    let fail = |end: &ChildExit| {
-        Check::fail(SERVED, format!("the process that waits {}", end.describe()), end.remedy())
-    };
-    let (waiting, at) = match waiting.map(|waiting| waiting.ready::<Value>(args.timeout)) {
-        Err((why, remedy)) => return Check::fail(SERVED, why, remedy),
-        Ok(Err(end)) => return fail(&end),
-        Ok(Ok((waiting, ready))) => {
-            let at = ready["address"].as_str().unwrap_or(at).to_owned();
-            let told = "waits for `kvferry doctor --fabric mori --peer";
-            // It waits all the same.
-            let _ = writeln!(io::stderr(), "note: {told} {at}`");
-            (waiting, at)
-        }
-    };
-    let end = waiting.wait(None);
-    match end.how {
-        ExitCause::Exit(0) => {
-            Check::ok(SERVED, format!("{at}: a peer came and went; it says what it saw"))
-        }
-        _ => fail(&end),
-    }
-}
-
 /// What was moved, by the rows of the process that did it.
 fn moved(end: &ChildExit, whom: &str) -> String {
-    let rows = end.out.iter().filter_map(|line| serde_json::from_str::<Value>(line).ok());
     let time = |row: Value| {
         let ms = row["mean_us"].as_f64().unwrap_or_default() / 1e3;
         let how = if row["direction"] == "read" { "read" } else { "written" };
         format!("{how} in {ms:.2} ms")
     };
-    let times: Vec<_> = rows.map(time).collect();
-    let bytes = match end.err.contains("bytes were not compared") {
-        true => "memory of GPUs is not compared",
-        false => "every byte compared",
-    };
+    let times: Vec<_> = rows(end).map(time).collect();
+    let bytes = compared(end);
     format!("1 MiB {} between {whom}, {bytes}", times.join(" and "))
 }
 
-/// One side.
-///
-/// # Errors
-/// It cannot be started.
-fn side(
-    args: &DoctorArgs,
-    (backend, device, settings): (BackendArg, Option<u32>, Option<String>),
-    role: [&str; 2],
-) -> Result<ChildProcess, String> {
-    let backend = name(&backend);
-    // So that it says itself what did not come, before it is killed.
-    let patience = (args.timeout / 4).max(Duration::from_millis(1)).as_secs_f64().to_string();
-    let mut all = vec!["bench", "--child", "--fabric", "mori", "--backend", &backend];
-    all.extend(["--memory", MEMORY, "--timeout", &patience]);
-    if args.host_ip != LOOPBACK {
-        // Otherwise its end of the connection, which another machine reaches.
-        all.extend(["--host-ip", &args.host_ip]);
-    }
-    all.extend(role);
-    let device = device.map(|device| device.to_string());
-    all.extend(device.iter().flat_map(|device| ["--device", device]));
-    all.extend(settings.iter().flat_map(|settings| ["--mori", settings]));
-    all.extend(match role[0] {
-        "--serve" => &["--once"][..],
-        _ => &["--sizes", "1M", "--batches", "1", "--seconds", "0.001", "--json"],
-    });
-    ChildProcess::start(all)
+/// The arguments of `bench` by which a side has this plane.
+pub(super) fn fabric(
+    backend: BackendArg,
+    device: Option<u32>,
+    settings: Option<&str>,
+) -> Vec<String> {
+    let mut all: Vec<String> = ["--fabric", "mori", "--backend"].map(Into::into).into();
+    all.push(name(&backend));
+    all.extend(device.into_iter().flat_map(|device| ["--device".into(), device.to_string()]));
+    all.extend(settings.into_iter().flat_map(|text| ["--mori".into(), text.into()]));
+    all
 }
 
 /// Settings of the second side of a machine: only one can have a port.

@@ -3,14 +3,14 @@
 use super::{Check, DoctorArgs};
 use crate::instance::remedy;
 use kvferry_engine::fabric::bracketed;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
 const HOST_IP: &str = "host-ip";
 const PROXY: &str = "proxy";
 
-/// How long the router may take.
+/// How long who is connected to may take.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 pub(super) fn joined(host: &str, port: u16) -> String {
@@ -43,14 +43,16 @@ pub(super) fn host_ip(host: &str) -> Check {
     Check::ok(HOST_IP, format!("{host} is an address of this machine{reach}"))
 }
 
+/// The ports of a server, as far as they were given.
+pub(super) fn own(args: &DoctorArgs) -> [(&'static str, Option<u16>); 2] {
+    [("handshake-port", args.handshake_port), ("notify-port", args.notify_port)]
+}
+
 /// The ports that were given, all held together.
 pub(super) fn listeners(args: &DoctorArgs) -> Vec<Check> {
     let at = |port: Option<u16>| port.map(|port| joined(&args.host_ip, port));
-    let wanted = [
-        ("handshake-port", at(args.handshake_port)),
-        ("notify-port", at(args.notify_port)),
-        ("discovery", args.discovery.clone()),
-    ];
+    let [handshake, notify] = own(args).map(|(name, port)| (name, at(port)));
+    let wanted = [handshake, notify, ("discovery", args.discovery.clone())];
     let mut held: Vec<(&str, String, TcpListener)> = Vec::new();
     let mut checks = Vec::new();
     for (name, address) in wanted {
@@ -78,25 +80,30 @@ fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
     Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
 }
 
-/// Whether something listens where the router is to be.
-pub(super) fn proxy(address: &str) -> Check {
-    let addresses = match address.to_socket_addrs() {
-        Ok(found) => found,
-        Err(why) => {
-            let found = format!("{address}: no address: {why}");
-            return Check::fail(PROXY, found, "give HOST:PORT of the router's --discovery");
-        }
-    };
-    let mut last = io::Error::other("the name has no address");
-    for one in addresses {
+/// Connects to the first of the name's addresses that takes connections.
+///
+/// # Errors
+/// The name has no address, or why the last one takes none.
+pub(super) fn dial(address: &str) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
+    for one in address.to_socket_addrs()? {
         match TcpStream::connect_timeout(&one, PATIENCE) {
-            Ok(_) => return Check::ok(PROXY, format!("{address} takes connections")),
+            Ok(stream) => return Ok(stream),
             Err(why) => last = why,
         }
     }
+    Err(last)
+}
+
+/// Whether something listens where the router is to be.
+pub(super) fn proxy(address: &str) -> Check {
+    let why = match dial(address) {
+        Ok(_) => return Check::ok(PROXY, format!("{address} takes connections")),
+        Err(why) => why,
+    };
     Check::fail(
         PROXY,
-        format!("{address}: cannot connect: {last}"),
+        format!("{address}: cannot connect: {why}"),
         format!(
             "start the router there (`kvferry router --discovery {address}`), or open the port in \
              firewalls between"
@@ -109,7 +116,6 @@ mod tests {
     use super::super::CheckStatus;
     use super::*;
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
-    use std::io::ErrorKind;
 
     fn refused(kind: ErrorKind) -> String {
         let check = taken("notify-port", "10.0.0.1:80", &kind.into());

@@ -127,8 +127,16 @@ pub(crate) struct ConfigLayer {
     pool: PoolGiven,
 }
 
+/// Ways that bytes may go within and between hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Paths(Vec<DataPath>);
+pub(crate) struct Paths(pub(crate) Vec<DataPath>);
+
+impl Paths {
+    /// As an argument has them.
+    pub(crate) fn names(&self) -> String {
+        self.0.iter().map(|path| path.name()).collect::<Vec<_>>().join(",")
+    }
+}
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Uids(Vec<u32>);
@@ -222,7 +230,7 @@ pub(super) fn pool_address(key: &str, text: &str) -> Result<PoolAddress, String>
         .ok_or_else(|| format!("{key} = {text:?}: it has to be HOST:PORT, with IPv6 in brackets"))
 }
 
-fn paths(text: &str) -> Result<Paths, String> {
+pub(crate) fn paths(text: &str) -> Result<Paths, String> {
     let known = DataPath::ALL.map(DataPath::name).join(", ");
     let path = |name: &str| {
         let found = DataPath::ALL.into_iter().find(|path| path.name() == name);

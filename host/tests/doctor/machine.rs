@@ -1,25 +1,14 @@
 //! `kvferry doctor` on this machine.
 
+use super::check;
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use serde_json::Value;
 use std::net::{SocketAddr, TcpListener};
-use std::process::Command;
 
-/// The exit code, and the checks by line.
+/// The exit code, and the checks, with these arguments.
 fn doctor(args: &[&str]) -> (i32, Vec<Value>) {
-    let output = Command::new(env!("CARGO_BIN_EXE_kvferry"))
-        .args(["doctor", "--json"])
-        .args(args)
-        .output()
-        .expect("the program starts");
-    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
-    let lines = text.lines().map(|line| serde_json::from_str(line).expect("an object per line"));
-    (output.status.code().expect("it ends by itself"), lines.collect())
-}
-
-fn check<'a>(checks: &'a [Value], name: &str) -> &'a Value {
-    checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no {name}"))
+    super::doctor(super::program(args))
 }
 
 #[test]

@@ -1,53 +1,27 @@
 //! `kvferry doctor --fabric mori` over MoRI's stand-in: what is said is what has happened.
 
+use super::{WaitingDoctor, check, doctor, expect};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::sockopt::set_socket_reuseaddr;
 use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use rustix::time::Timespec;
-use serde_json::Value;
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 const RDMA: &str = "mori-rdma-try";
 const XGMI: &str = "mori-xgmi-try";
 
 /// The program with the stand-in for MoRI.
 fn program(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_kvferry"));
+    let mut command = super::program(&["--fabric", "mori"]);
     command
-        .args(["doctor", "--json", "--fabric", "mori"])
         .args(args)
         .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
         .env("KVFERRY_MORI_WITHOUT_DEVICES", "1");
     command
-}
-
-/// The exit code, and the checks by line.
-fn doctor(mut command: Command) -> (i32, Vec<Value>) {
-    let output = command.output().expect("the program starts");
-    let text = String::from_utf8(output.stdout).expect("output is UTF-8");
-    let lines = text.lines().map(|line| serde_json::from_str(line).expect("an object per line"));
-    (output.status.code().expect("it ends by itself"), lines.collect())
-}
-
-fn check<'a>(checks: &'a [Value], name: &str) -> &'a Value {
-    checks.iter().find(|check| check["check"] == name).unwrap_or_else(|| panic!("no {name}"))
-}
-
-/// Checks that one has this status, and says this.
-fn expect(checks: &[Value], name: &str, status: &str, found: &str, remedy: Option<&str>) {
-    let check = check(checks, name);
-    assert_eq!(check["status"], status, "{check}");
-    let says = |key: &str, text: &str| check[key].as_str().is_some_and(|said| said.contains(text));
-    assert!(says("found", found), "{found}: {check}");
-    match remedy {
-        Some(remedy) => assert!(says("remedy", remedy), "{remedy}: {check}"),
-        None => assert!(check["remedy"].is_null(), "{check}"),
-    }
 }
 
 #[test]
@@ -226,11 +200,10 @@ fn settings_are_those_of_the_deployment() {
 
 #[test]
 fn arguments_have_to_go_together() {
-    let between = "is for --fabric mori with --backend rdma";
+    let between = "--peer is not for --backend xgmi";
     let mori = ["--fabric", "mori"];
-    let cases: [(&[&str], &str); 4] = [
+    let cases: [(&[&str], &str); 3] = [
         (&[&mori[..], &["--backend", "xgmi", "--peer", "h:1"]].concat(), between),
-        (&["--serve", "h:1"], between),
         (&["--mori", "{}"], "--mori is for --fabric mori"),
         (&[&mori[..], &["--mori", r#"{"prt": 1}"#]].concat(), "unknown field `prt`"),
     ];
@@ -244,64 +217,31 @@ fn arguments_have_to_go_together() {
     }
 }
 
-/// A doctor that waits for the one of another machine; killed with the test.
-struct WaitingDoctor {
-    child: Child,
-    address: String,
-}
-
-impl WaitingDoctor {
-    fn start(knobs: &[(&str, &str)]) -> WaitingDoctor {
-        let mut command = program(&["--serve", "127.0.0.1:0"]);
-        command.envs(knobs.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().expect("it starts");
-        let mut line = String::new();
-        let err = child.stderr.take().expect("a pipe");
-        BufReader::new(err).read_line(&mut line).expect("a pipe can be read");
-        let address = line.split_once("--peer ").and_then(|(_, rest)| rest.split_once('`'));
-        let address = address.unwrap_or_else(|| panic!("{line:?}")).0.into();
-        WaitingDoctor { child, address }
-    }
-
-    fn end(mut self) -> Vec<Value> {
-        let out = BufReader::new(self.child.stdout.take().expect("a pipe"));
-        let line = |line: Result<String, _>| line.expect("a pipe can be read");
-        out.lines().map(|text| serde_json::from_str(&line(text)).expect("an object")).collect()
-    }
-}
-
-impl Drop for WaitingDoctor {
-    fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+fn waiting(knobs: &[(&str, &str)]) -> WaitingDoctor {
+    let mut command = program(&["--serve", "127.0.0.1:0"]);
+    command.envs(knobs.iter().copied());
+    WaitingDoctor::start(command)
 }
 
 #[test]
 fn two_doctors_try_what_is_between_them() {
-    let waiting = WaitingDoctor::start(&[]);
+    let waiting = waiting(&[]);
     let (_, checks) = doctor(program(&["--peer", &waiting.address]));
-    let between = format!("between this machine and {}, every byte compared", waiting.address);
-    expect(&checks, "mori-peer-try", "ok", &between, None);
-    let served = format!("{}: a peer came and went", waiting.address);
-    expect(&waiting.end(), "mori-served", "ok", &served, None);
+    let between = format!("every byte compared between this machine and {}", waiting.address);
+    expect(&checks, "peer-rate", "ok", "MoRI: written at ", None);
+    expect(&checks, "peer-rate", "ok", &between, None);
+    expect(&waiting.end(), "peer-served", "ok", "127.0.0.1 came and went", None);
 }
 
 #[test]
 fn each_of_two_doctors_tells_what_it_saw() {
-    let waiting = WaitingDoctor::start(&[("MORI_DOUBLE_FAULTS", "pin_remote@1")]);
-    let address = waiting.address.clone();
-    let (code, checks) = doctor(program(&["--peer", &address]));
+    let waiting = waiting(&[("MORI_DOUBLE_FAULTS", "pin_remote@1")]);
+    let (code, checks) = doctor(program(&["--peer", &waiting.address]));
     expect(&checks, RDMA, "ok", "every byte compared", None);
-    expect(&checks, "mori-peer-try", "fail", "the process that moves bytes said: ", Some(""));
+    expect(&checks, "peer-rate", "fail", "the process that moves bytes said: ", Some(""));
     assert_eq!(code, 1);
     let abort = "the process that waits was ended by signal 6";
-    expect(&waiting.end(), "mori-served", "fail", abort, Some("ulimit -l unlimited"));
-    // Now nobody is there.
-    let (_, checks) = doctor(program(&["--peer", &address]));
-    let found = format!("--to {address}: cannot connect: ");
-    expect(&checks, "mori-peer-try", "fail", &found, Some("--serve ADDR:PORT` there"));
+    expect(&waiting.end(), "peer-served", "fail", abort, Some("ulimit -l unlimited"));
 }
 
 /// A side that this process has started, and that is in MoRI by now.

@@ -13,8 +13,8 @@ pub(super) const RATE: &str = "peer-rate";
 /// tokens.
 const ROWS: &[&str] = &["--sizes", "1M", "--batches", "1,32", "--seconds", "0.5", "--json"];
 
-/// Of the segments that may be sent again: more is seen in the rate.
-const RETRANSMITTED_MAX: f64 = 0.001;
+/// Of the segments that may be sent again: between two namespaces of a busy machine it was 0.003.
+const RETRANSMITTED_MAX: f64 = 0.01;
 
 /// Of an interface's speed that is expected at least of one connection.
 const SPEED_MIN: f64 = 0.5;
@@ -48,11 +48,11 @@ pub(super) fn measure(
         (Some(before), Some(after)) if route == DataRoute::Tcp => share(before, after),
         _ => 0.0,
     };
-    let best = best(&end);
+    let slower = slower(&end);
     judge(
         RateFound {
             text: format!("{name}: {} between this machine and {to}", told(&end)),
-            best,
+            slower,
             retransmitted,
         },
         speed,
@@ -61,14 +61,14 @@ pub(super) fn measure(
 
 struct RateFound {
     text: String,
-    /// The most that was moved, in bytes per second.
-    best: f64,
+    /// What was moved the way that is slower, in bytes per second.
+    slower: f64,
     /// Share of the segments of TCP that this machine sent again meanwhile.
     retransmitted: f64,
 }
 
 fn judge(found: RateFound, speed: Option<u32>) -> Check {
-    let RateFound { text, best, retransmitted } = found;
+    let RateFound { text, slower, retransmitted } = found;
     if retransmitted > RETRANSMITTED_MAX {
         return Check::warn(
             RATE,
@@ -80,7 +80,7 @@ fn judge(found: RateFound, speed: Option<u32>) -> Check {
     let Some(speed) = speed.map(|speed| f64::from(speed) * 1e6 / 8.0) else {
         return Check::ok(RATE, text);
     };
-    match best < SPEED_MIN * speed {
+    match slower < SPEED_MIN * speed {
         true => Check::warn(
             RATE,
             format!("{text}, of {:.1} GB/s that the interface has", speed / 1e9),
@@ -115,9 +115,10 @@ fn told(end: &ChildExit) -> String {
     format!("{}; {}", texts.join(" and "), compared(end))
 }
 
-fn best(end: &ChildExit) -> f64 {
-    let rates = rows(end).filter_map(|row| row["inflight_gb_per_s"].as_f64());
-    rates.fold(0.0, f64::max) * 1e9
+fn slower(end: &ChildExit) -> f64 {
+    let many = rows(end).filter(|row| row["batch"] == 32);
+    let rates = many.filter_map(|row| row["inflight_gb_per_s"].as_f64());
+    rates.fold(f64::INFINITY, f64::min) * 1e9
 }
 
 /// Segments of TCP that this network has sent, and sent again.
@@ -144,7 +145,8 @@ mod tests {
 
     #[test]
     fn a_slow_way_is_told_with_what_it_may_be() {
-        let found = |best, retransmitted| RateFound { text: "TCP: x".into(), best, retransmitted };
+        let found =
+            |slower, retransmitted| RateFound { text: "TCP: x".into(), slower, retransmitted };
         let status = |found, speed| judge(found, speed).status;
         assert_eq!(status(found(1e9, 0.0), None), CheckStatus::Ok);
         assert_eq!(status(found(7e9, 0.0), Some(100_000)), CheckStatus::Ok);

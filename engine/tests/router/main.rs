@@ -5,6 +5,7 @@ mod closed;
 mod discovery;
 mod examples;
 mod pairs;
+mod release;
 mod signed;
 mod world;
 

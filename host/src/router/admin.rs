@@ -205,6 +205,11 @@ impl Admin {
                 .count()
         };
         let mut told = serde_json::json!({
+            "status": match (state.draining, ready) {
+                (true, _) => "draining",
+                (false, true) => "ready",
+                (false, false) => "no pair",
+            },
             "ready": ready,
             "draining": state.draining,
             "prefill": count(Role::Prefill),

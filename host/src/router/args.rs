@@ -79,7 +79,11 @@ pub(crate) struct RouterArgs {
     /// Seconds that a stream may be silent
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
     pub(crate) idle_timeout: f64,
-    /// Seconds for requests in flight after SIGTERM
+    /// Seconds after SIGTERM in which new requests are still served, while readiness says that the
+    /// router drains and instances register with the next one; a second signal ends them
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    pub(crate) shutdown_delay: f64,
+    /// Seconds for requests in flight after that
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0)]
     pub(crate) drain_timeout: f64,
     /// Longest body of a request, in bytes
@@ -132,6 +136,15 @@ pub(super) fn seconds(option: &str, seconds: f64) -> Result<Duration, CommandErr
     in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
 }
 
+/// What passes between SIGTERM and the end at most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ShutdownTimes {
+    /// New requests are served for this long.
+    pub(super) delay: Duration,
+    /// Then those in flight have this long.
+    pub(super) drain: Duration,
+}
+
 fn nanos(option: &str, span: f64) -> Result<Nanos, CommandError> {
     Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
 }
@@ -149,6 +162,7 @@ impl RouterArgs {
             // Where nobody is left to come back, who asked is told soon.
             retry_wait_max: wait_max.min(Nanos::from_ms(600)),
             probe: Some(Nanos::from_ms(500)),
+            release_max: self.release_max()?,
             waiting_max: self.queue_size,
             requests_max: self.requests_max,
             retries_max: self.retries,
@@ -157,6 +171,24 @@ impl RouterArgs {
             require_signed: self.require_signed,
             ..RouterConfig::default()
         })
+    }
+
+    /// How long the router lives on after SIGTERM.
+    ///
+    /// # Errors
+    /// A time that cannot be.
+    pub(super) fn shutdown(&self) -> Result<ShutdownTimes, CommandError> {
+        let delay = match self.shutdown_delay {
+            0.0 => Duration::ZERO,
+            delay => seconds("--shutdown-delay", delay)?,
+        };
+        Ok(ShutdownTimes { delay, drain: seconds("--drain-timeout", self.drain_timeout)? })
+    }
+
+    /// Instances are not forgotten before the router ends.
+    fn release_max(&self) -> Result<Nanos, CommandError> {
+        let ShutdownTimes { delay, drain } = self.shutdown()?;
+        Ok(Nanos((delay + drain).as_nanos() as u64))
     }
 
     /// The secret by which registrations are signed, if there is one.

@@ -87,6 +87,11 @@ pub(crate) struct SubmitRequest {
 #[rtype(result = "()")]
 pub(crate) struct ClientGone(pub(crate) ClientId);
 
+/// The router is about to end: instances are to register with another one.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct ReleaseInstances;
+
 /// News of a leg.
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -538,6 +543,17 @@ impl Handler<ClientGone> for Driver<HttpAdapter> {
             if front.clients.remove(&client).is_some() {
                 out.push_back(RouterInput::Gone { client });
             }
+        });
+    }
+}
+
+impl Handler<ReleaseInstances> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, _: ReleaseInstances, context: &mut Context<Self>) {
+        self.with_adapter(context, |front, out| {
+            front.plane.stop_listening();
+            out.push_back(RouterInput::Release);
         });
     }
 }

@@ -194,6 +194,11 @@ impl TestRouter {
         }
     }
 
+    /// Where instances register, as a socket dials it.
+    pub(crate) fn discovery_address(&self) -> &str {
+        self.discovery.strip_prefix("tcp://").expect("a TCP address")
+    }
+
     pub(crate) fn signal(&self, name: &str) {
         let sent = Command::new("kill").args([name, &self.child.id().to_string()]).status();
         assert!(sent.unwrap().success());

@@ -40,6 +40,9 @@ pub enum RouterInput {
         /// True if legs may be sent there.
         answers: bool,
     },
+    /// Let the instances go, so that they register with another router; serve on with what they said
+    /// last.
+    Release,
     /// Take no new requests; finish those there are.
     Drain,
     /// A deadline may be due.
@@ -262,6 +265,8 @@ pub struct RouterConfig {
     /// Longest time for an instance that registered as draining to finish its legs; it need not
     /// register again.
     pub drain_max: Nanos,
+    /// Instances that the router let go are kept for this long.
+    pub release_max: Nanos,
     /// Instances at a time; further registrations are rejected. As many that left are remembered,
     /// so that old registrations do not revive them.
     pub instances_max: u32,
@@ -316,6 +321,7 @@ impl Default for RouterConfig {
             breaker_max: Nanos::from_secs(10),
             stream_grace: Nanos::from_secs(10),
             drain_max: Nanos::from_secs(600),
+            release_max: Nanos::from_secs(600),
             instances_max: 1024,
             legs_max: 4096,
             retries_max: 2,

@@ -2,8 +2,10 @@
 //! order.
 
 mod closed;
+mod direct;
 mod discovery;
 mod examples;
+mod overload;
 mod pairs;
 mod release;
 mod signed;

@@ -6,7 +6,7 @@ use crate::tls::{LegAuthorities, TlsArgs};
 use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::router::{ListedInstances, RouterConfig};
+use kvferry_engine::core::router::{ListedInstances, RetryShare, RouterConfig};
 use kvferry_trust::{FleetProof, SecretFile};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -67,6 +67,19 @@ pub(crate) struct RouterArgs {
     /// Times that a transfer is sent again after a failure that the client has not seen
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub(crate) retries: u32,
+    /// Retries in 10 s, in percent of the requests that came in these or are open
+    #[arg(long, value_name = "PERCENT", default_value_t = 50)]
+    pub(crate) retry_budget: u32,
+    /// Retries per second that are made beyond --retry-budget
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(crate) retries_per_second: u32,
+    /// Requests open, in flight or waiting, above which new ones are answered 429; 0: no limit
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) open_max: u32,
+    /// Prompts with fewer tokens, by the router's estimate and less the prefix that the decode has, go
+    /// to a decode alone; 0: none
+    #[arg(long, value_name = "TOKENS", default_value_t = 0)]
+    pub(crate) direct_below: u32,
     /// Transfers of one request: prompts times n
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) parts_max: u32,
@@ -166,6 +179,12 @@ impl RouterArgs {
             waiting_max: self.queue_size,
             requests_max: self.requests_max,
             retries_max: self.retries,
+            retry_share: Some(RetryShare {
+                percent: self.retry_budget,
+                per_second: self.retries_per_second,
+            }),
+            open_max: (self.open_max > 0).then_some(self.open_max),
+            direct_below: self.direct_below,
             legs_max: self.parts_max.saturating_mul(2),
             listed: self.listed()?,
             require_signed: self.require_signed,

@@ -7,12 +7,11 @@ use super::body_budget::{BodyBudget, BodyBytes};
 use super::connections::ClientConnection;
 use super::error::HttpError;
 use super::fields::JsonFields;
-use super::http_adapter::{
-    ClientEvent, HttpAdapter, MAILBOX, PartBody, RoutedRequest, SubmitRequest,
-};
+use super::http_adapter::{ClientEvent, HttpAdapter, MAILBOX, PartBody, SubmitRequest};
 use super::leg::{REQUEST_ID, ResponseHead};
 use super::merge::{self, PartAnswer, StreamMerger};
 use super::metrics::{self, Counted, RouterMetrics};
+use super::routed_request::RoutedRequest;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;

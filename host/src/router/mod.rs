@@ -15,6 +15,7 @@ mod error;
 mod fields;
 mod handler;
 mod http_adapter;
+mod instance_times;
 mod leg;
 mod merge;
 mod metrics;
@@ -22,6 +23,7 @@ mod params;
 mod pool;
 mod probe;
 mod relay;
+mod routed_request;
 mod server;
 mod sse;
 

@@ -50,6 +50,7 @@
 
 mod abandon_queue;
 mod admission;
+mod budget;
 mod discovery;
 mod dispatcher;
 mod health;
@@ -71,6 +72,7 @@ pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
+use self::budget::RetryBudget;
 use self::discovery::{DiscoveryMessage, RegistrationEntry};
 use self::dispatcher::{LegDispatcher, RouterTimer};
 use self::registry::{InstanceId, RegisterOutcome};
@@ -108,6 +110,7 @@ pub struct Router {
     next_ticket: u64,
     /// Requests of which a leg was sent.
     active: u32,
+    budget: RetryBudget,
     draining: bool,
     /// It has let its instances go: what it knows of them is what they said last.
     released: bool,
@@ -129,6 +132,7 @@ impl Router {
             paused: BTreeSet::new(),
             next_ticket: 0,
             active: 0,
+            budget: RetryBudget::default(),
             draining: false,
             released: false,
             rejections: Rejections::default(),

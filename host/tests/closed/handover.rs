@@ -76,10 +76,11 @@ fn hands_over(mode: &str) {
     let at = [const { AtomicU64::new(0) }; 3];
     thread::scope(|scope| {
         let _stop = StopGuard(&clients.stop);
-        for (seed, at) in at.iter().enumerate() {
+        let asks = at.iter().enumerate().map(|(seed, at)| {
             let clients = &clients;
-            scope.spawn(move || clients.ask(seed as u32, at));
-        }
+            scope.spawn(move || clients.ask(seed as u32, at))
+        });
+        let asks: Vec<_> = asks.collect();
         clients.more(5);
         old.router.signal("TERM");
         let place = old.discovery().to_owned();
@@ -96,6 +97,8 @@ fn hands_over(mode: &str) {
         assert_eq!(old.router.wait(), Some(0));
         clients.more(10);
         assert_eq!(new.workers().len(), 4);
+        clients.stop.store(true, Ordering::Relaxed);
+        asks.into_iter().for_each(|asks| asks.join().expect("no request is lost"));
     });
 }
 

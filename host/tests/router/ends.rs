@@ -141,7 +141,7 @@ async fn a_router_that_is_to_end_says_so_and_serves_for_its_delay() {
         while TcpStream::connect(router.discovery_address()).await.is_ok() {}
         d.on(|_| None);
         let fresh = router.ask().await;
-        assert_eq!((fresh.status, &fresh.headers["connection"]), (200, &"close".into()));
+        assert_eq!((fresh.status, fresh.header("connection")), (200, "close"));
         // A second one ends the delay.
         router.signal("-TERM");
         while TcpStream::connect(&router.http).await.is_ok() {}

@@ -41,6 +41,11 @@ impl TestResponse {
         serde_json::from_str(&self.body).unwrap_or_else(|why| panic!("{why}: {self:?}"))
     }
 
+    /// A header; nothing if it is not there.
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().expect("text"))
+    }
+
     /// The message of an OpenAI error object.
     pub(crate) fn error(&self) -> String {
         let object = self.json();

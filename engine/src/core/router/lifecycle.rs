@@ -16,7 +16,6 @@ impl Router {
     pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
         let client = request.client;
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
-        self.budget.came(turn.now);
         let open_max = self.dispatcher.config.open_max.map_or(usize::MAX, |max| max as usize);
         let refuse = if self.draining {
             Some(ClientAnswer::NoInstance)
@@ -26,6 +25,7 @@ impl Router {
         } else {
             match RouterRequest::new(request, self.dispatcher.config.legs_max) {
                 Ok(request) => {
+                    self.budget.came(turn.now);
                     self.requests.insert(client, request);
                     None
                 }
@@ -356,6 +356,7 @@ impl Router {
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
         }
         let share = self.dispatcher.config.retry_share;
+        let share = share.filter(|_| !planted!("retries-have-no-budget"));
         if share.is_some_and(|share| !self.budget.take(turn.now, self.requests.len(), share)) {
             self.dispatcher.counters.refused_retries += 1;
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);

@@ -69,8 +69,13 @@ fn retries_until_refused(bench: &mut DiscoveryBench) -> u32 {
 #[test]
 fn retries_of_all_requests_together_are_a_share_of_them() {
     let share = Some(RetryShare { percent: 50, per_second: 1 });
-    let config = RouterConfig { retry_share: share, retries_max: 1_000, ..RouterConfig::default() };
-    let mut bench = bench(RouterConfig { retry_pause: Nanos::ZERO, ..config });
+    let mut bench = bench(RouterConfig {
+        retry_share: share,
+        retries_max: 1_000,
+        retry_pause: Nanos::ZERO,
+        expiry: Nanos::from_secs(60),
+        ..RouterConfig::default()
+    });
     // 10 in 10 s, and half of one request is none.
     assert_eq!(retries_until_refused(&mut bench), 10);
     // Of two one.

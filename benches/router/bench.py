@@ -3,9 +3,9 @@
 
 Needs wrk, nginx, openssl and the release build of kvferry; vllm-router comes from PyPI into a virtual
 environment (--venv, made if missing). With --tls the router is measured with TLS towards clients,
-towards instances, and towards both, too. Every round measures all targets one after the other, so that
-what disturbs the machine disturbs all of them; the table has medians over the rounds. CPU is that of
-the router's processes, from /proc.
+towards instances, and towards both, too; with --beside another build of kvferry is. Every round
+measures all targets one after the other, so that what disturbs the machine disturbs all of them; the
+table has medians over the rounds. CPU is that of the router's processes, from /proc.
 """
 
 import argparse
@@ -236,6 +236,7 @@ def arguments():
     target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", root / "target"))
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--binary", default=target / "release/kvferry")
+    parser.add_argument("--beside", help="another build of kvferry, measured in the same rounds")
     parser.add_argument("--venv", default=pathlib.Path(tempfile.gettempdir()) / "kvferry-vllm-router")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=int, default=3)
@@ -277,6 +278,8 @@ def run(args, folder, log, started, hearts):
     wait_until_served(targets["direct"]["url"], started[0])
     for mode in args.modes:
         ways = {f"kvferry {mode}": start_ours(args.binary, mode, p, d, log)}
+        if args.beside:
+            ways[f"beside {mode}"] = start_ours(args.beside, mode, p, d, log)
         if args.tls:
             shown = ["--tls-cert", f"{folder}/cert.pem", "--tls-key", f"{folder}/key.pem"]
             asked = ["--legs-ca", f"{folder}/cert.pem"]

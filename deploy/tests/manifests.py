@@ -300,6 +300,8 @@ class Fleet:
         ends = 0
         if container.get("command") == ["kvferry", "router"]:
             known_flags, ends = router_flags(), float(flags.get("--drain-timeout", 600))
+            self.serves_on(of, container, delay := float(flags.get("--shutdown-delay", 0)))
+            ends += delay
         elif container.get("command") == ["vllm", "serve"]:
             known_flags, ends = set(schemas()["flags"]["vllm"]), float(flags.get("--shutdown-timeout", 0))
             self.server(of, container, flags, given)
@@ -313,6 +315,15 @@ class Fleet:
         sleeps = container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         if pod.get("terminationGracePeriodSeconds", 30) <= sleeps + ends:
             self.wrong(of, f"terminationGracePeriodSeconds has to be more than {sleeps} + {ends:g}")
+
+    def serves_on(self, of: str, container: dict, delay: float) -> None:
+        """A router that ends is sent to until the next one is ready."""
+        probe = container.get("readinessProbe", {})
+        fails = probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3)
+        if not delay:
+            self.wrong(of, "without --shutdown-delay it refuses requests before the next one is up")
+        elif fails < delay:
+            self.wrong(of, f"readinessProbe fails within {fails} s, before --shutdown-delay ({delay:g} s) is over")
 
     def environment(self, of: str, container: dict) -> tuple[list[str], dict[str, str]]:
         """Variables of its own, and the values of all, in so far as they are known."""

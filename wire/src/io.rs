@@ -72,6 +72,7 @@ pub(crate) enum ZmqCommand {
     HangUp {
         link: LinkId,
     },
+    StopListening,
 }
 
 /// A channel that is listened on.
@@ -203,7 +204,9 @@ impl ZmqIoThread {
         use epoll::EventFlags as Flags;
         if token >= BELL {
             if let Some(listener) = token.checked_sub(LISTENERS) {
-                self.listeners[listener as usize].is_due = true;
+                if let Some(listener) = self.listeners.get_mut(listener as usize) {
+                    listener.is_due = true;
+                }
             }
             return;
         }
@@ -259,6 +262,7 @@ impl ZmqIoThread {
                         self.hang_up(token);
                     }
                 }
+                Ok(ZmqCommand::StopListening) => self.stop_listening(),
                 Err(TryRecvError::Empty) => return true,
                 Err(TryRecvError::Disconnected) => return false,
             }
@@ -385,9 +389,15 @@ impl ZmqIoThread {
         }
     }
 
+    /// Who dials is refused from now on.
+    fn stop_listening(&mut self) {
+        self.listeners.clear();
+        self.accept_at = None;
+    }
+
     /// Nobody is told any more; what was queued is still said.
     fn finish(&mut self) {
-        self.listeners.clear();
+        self.stop_listening();
         self.by_link.clear();
         for token in self.connections.keys().copied().collect::<Vec<_>>() {
             self.hang_up(token);

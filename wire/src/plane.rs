@@ -83,6 +83,13 @@ impl ZmqPlane {
         })
     }
 
+    /// Closes what it listens at: who dials is refused. Links that are there go on.
+    pub fn stop_listening(&mut self) {
+        self.listens.clear();
+        // Without the thread nobody listens.
+        let _ = self.tell(ZmqCommand::StopListening);
+    }
+
     /// Fails only if the thread is gone, which is a bug of it.
     fn tell(&self, command: ZmqCommand) -> Result<(), Refused> {
         let commands = self.commands.as_ref().ok_or(Refused::Gone)?;

@@ -13,6 +13,7 @@
 //! is over all bytes of it without that key. Other frames, which only routers of ours get, are sealed
 //! by a part ahead of them.
 
+use crate::plane::ZmqPlane;
 use crate::seal::{ProofFrame, SealedLink};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native;
@@ -317,6 +318,13 @@ impl<P: ControlPlane> SignedPlane<P> {
             }
         }
         next
+    }
+}
+
+impl SignedPlane<ZmqPlane> {
+    /// As [`ZmqPlane::stop_listening`].
+    pub fn stop_listening(&mut self) {
+        self.plane.stop_listening();
     }
 }
 

@@ -20,7 +20,8 @@ use std::sync::Arc;
 /// Heartbeats without a link after which the router is said to be silent.
 const SILENT_AFTER: u32 = 3;
 
-/// Time between two registrations at least.
+/// Time between two registrations at least, and before a link that ended is dialled again; doubles per
+/// dial up to a heartbeat.
 const PAUSE: Nanos = Nanos::from_ms(100);
 
 /// Sends registrations while the engine lives; a lost one is replaced by the next.
@@ -36,8 +37,12 @@ pub(super) struct Heartbeat {
     next: Option<Nanos>,
     /// When the last registration was sent.
     last: Nanos,
-    /// Dials since the link was up.
+    /// Dials since a link lasted for more than one registration.
     dials: u32,
+    /// Since when there is no link; none while there is one.
+    without_link: Option<Nanos>,
+    /// The router is said to be silent.
+    is_silent: bool,
     /// Prompts of peers that did not come.
     failed: u32,
     /// What is to be said of the router.
@@ -73,6 +78,8 @@ impl Heartbeat {
             next: None,
             last: Nanos::ZERO,
             dials: 0,
+            without_link: None,
+            is_silent: false,
             failed: 0,
             router_events: Vec::new(),
             violations: 0,
@@ -140,7 +147,9 @@ impl Heartbeat {
         let link = peers.fresh_link();
         self.link = Some(link);
         self.dials = self.dials.saturating_add(1);
-        if self.dials == SILENT_AFTER + 1 {
+        let since = *self.without_link.get_or_insert(turn.now);
+        let is_over = turn.now - since >= self.heartbeat.scale(u64::from(SILENT_AFTER), 1);
+        if is_over && !mem::replace(&mut self.is_silent, true) {
             self.router_events.push(RouterEvent::Silent { router: self.router.clone() });
         }
         self.next = Some(turn.now + self.heartbeat);
@@ -160,14 +169,17 @@ impl Heartbeat {
     ) -> Vec<TransferKey> {
         match event {
             ControlEvent::LinkUp { .. } => {
-                self.up = true;
-                self.dials = 0;
+                (self.up, self.without_link, self.is_silent) = (true, None, false);
                 self.router_events.push(RouterEvent::Registered { router: self.router.clone() });
                 self.beat(turn);
             }
             ControlEvent::LinkDown { .. } => {
                 self.up = false;
                 self.link = None;
+                self.without_link.get_or_insert(turn.now);
+                // A router that drains hangs up: the next one at its address is there, or soon.
+                let pause = PAUSE.scale(1 << self.dials.min(16), 1).min(self.heartbeat);
+                self.next = self.next.map(|next| next.min(turn.now + pause));
             }
             ControlEvent::Frame { parts, .. } => {
                 let error = match native::decode(parts.first().map_or(&[], |part| &part[..])) {
@@ -206,6 +218,7 @@ impl Heartbeat {
             return;
         }
         if self.up {
+            self.dials = 0;
             self.beat(turn);
         } else {
             if let Some(link) = self.link.take() {

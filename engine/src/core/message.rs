@@ -259,6 +259,18 @@ impl DecodeLeg {
             prompt_hash: None,
         }
     }
+
+    /// Of a request without a prefill: it names nobody who has its KV.
+    pub fn alone(id: TransferId, mode: Mode) -> DecodeLeg {
+        let key = TransferKey { id, prompt: 0 };
+        let moriio = Some(Arc::default());
+        DecodeLeg { moriio, ..DecodeLeg::new(key, mode, "nobody".into(), "".into()) }
+    }
+
+    /// True if there is no prefill that has its KV.
+    pub fn is_alone(&self) -> bool {
+        self.control.0.is_empty()
+    }
 }
 
 /// How a request ended on its engine.

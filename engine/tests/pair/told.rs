@@ -203,3 +203,40 @@ fn an_engine_says_whether_its_router_is_there() {
     harness.advance(Nanos::from_secs(20));
     assert_eq!(harness.said, [silent.clone(), there, silent]);
 }
+
+#[test]
+fn an_engine_dials_a_router_that_hung_up_at_once_and_then_with_pauses() {
+    let mut harness = decode(true);
+    harness.advance(Nanos::from_secs(5));
+    harness.there = false;
+    let link = harness.discovery.expect("it is up");
+    harness.give(DecodeInput::Control(ControlEvent::LinkDown { link }));
+    let (start, mut dials) = (harness.now, Vec::new());
+    while harness.now - start < Nanos::from_secs(5) {
+        let before = harness.discovery;
+        harness.now = harness.core.deadline().expect("it goes on");
+        harness.give(DecodeInput::Tick);
+        if harness.discovery != before {
+            dials.push((harness.now - start).0 / 1_000_000);
+            let link = harness.discovery.expect("it dialled");
+            harness.give(DecodeInput::Control(ControlEvent::LinkDown { link }));
+        }
+    }
+    // The first one is as long after as two registrations are apart; then it doubles to a heartbeat.
+    assert_eq!(dials, [100, 300, 700, 1500, 2500, 3500, 4500, 5500]);
+    // One that takes the link and drops it is not dialled any faster.
+    harness.there = true;
+    let mut ups = 0;
+    let start = harness.now;
+    while harness.now - start < Nanos::from_secs(10) {
+        let before = harness.discovery;
+        harness.now = harness.core.deadline().expect("it goes on");
+        harness.give(DecodeInput::Tick);
+        if harness.discovery != before {
+            ups += 1;
+            let link = harness.discovery.expect("it dialled");
+            harness.give(DecodeInput::Control(ControlEvent::LinkDown { link }));
+        }
+    }
+    assert_eq!(ups, 10);
+}

@@ -2,9 +2,12 @@
 //! order.
 
 mod closed;
+mod direct;
 mod discovery;
 mod examples;
+mod overload;
 mod pairs;
+mod release;
 mod signed;
 mod world;
 

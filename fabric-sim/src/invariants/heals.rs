@@ -109,7 +109,7 @@ impl HealsFastPath {
                             || now.state.whole_pairs().next().is_none())
             }
             ClientAnswer::Failed(_) => false,
-            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => {
+            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
                 served.is_empty() && now.state.whole_pairs().next().is_none()
             }
         };

@@ -54,7 +54,9 @@ impl FaultIsolation {
         let (core, router) = self.room;
         match answer {
             ClientAnswer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
-            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => calm && self.peak > router,
+            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
+                calm && self.peak > router
+            }
             _ => false,
         }
     }
@@ -107,7 +109,7 @@ impl FaultIsolation {
             ClientAnswer::Finished { .. } => true,
             ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
-            ClientAnswer::NoInstance => self.concerns_all(now),
+            ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now),
             ClientAnswer::Misfit(_) => now.state.whole_pairs().next().is_none(),
             ClientAnswer::Failed(why) => {
                 let refused = matches!(

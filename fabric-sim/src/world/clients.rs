@@ -205,6 +205,10 @@ impl Simulation {
                 self.stats.failed("no instance");
                 ClientOutcome::Failed
             }
+            ClientAnswer::Overload => {
+                self.stats.failed("overload of the router");
+                ClientOutcome::Failed
+            }
         };
         state.end = Some(end);
         self.clients.open -= 1;

@@ -155,15 +155,7 @@ impl InstanceIdentity {
     /// A request without a prefill: its leg names nobody, so that the instance computes the prompt
     /// itself, or fails it, as it is told to for prompts that did not arrive.
     fn alone(&self, request: &RequestId) -> DecodeLeg {
-        DecodeLeg {
-            moriio: Some(Arc::default()),
-            ..DecodeLeg::new(
-                TransferKey { id: TransferId(request.0.clone()), prompt: 0 },
-                self.mode,
-                "nobody".into(),
-                "".into(),
-            )
-        }
+        DecodeLeg::alone(TransferId(request.0.clone()), self.mode)
     }
 }
 

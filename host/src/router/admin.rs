@@ -205,6 +205,11 @@ impl Admin {
                 .count()
         };
         let mut told = serde_json::json!({
+            "status": match (state.draining, ready) {
+                (true, _) => "draining",
+                (false, true) => "ready",
+                (false, false) => "no pair",
+            },
             "ready": ready,
             "draining": state.draining,
             "prefill": count(Role::Prefill),
@@ -243,6 +248,8 @@ impl Admin {
         match self.state().await {
             Ok(state) => {
                 let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
+                let there = state.workers.iter().map(|it| (it.is.0, &*it.engine));
+                self.handler.metrics.times.retain(there);
                 self.handler.metrics.update(&state.counters, instances, state.waiting);
                 metrics_page(&self.registry)
             }

@@ -6,7 +6,7 @@ use crate::tls::{LegAuthorities, TlsArgs};
 use clap::Args;
 use hyper::header::HeaderValue;
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::router::{ListedInstances, RouterConfig};
+use kvferry_engine::core::router::{ListedInstances, RetryShare, RouterConfig};
 use kvferry_trust::{FleetProof, SecretFile};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -67,6 +67,19 @@ pub(crate) struct RouterArgs {
     /// Times that a transfer is sent again after a failure that the client has not seen
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub(crate) retries: u32,
+    /// Retries in 10 s, in percent of the requests that came in these or are open
+    #[arg(long, value_name = "PERCENT", default_value_t = 50)]
+    pub(crate) retry_budget: u32,
+    /// Retries per second that are made beyond --retry-budget
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(crate) retries_per_second: u32,
+    /// Requests open, in flight or waiting, above which new ones are answered 429; 0: no limit
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) open_max: u32,
+    /// Prompts with fewer tokens, by the router's estimate and less the prefix that the decode has, go
+    /// to a decode alone; 0: none
+    #[arg(long, value_name = "TOKENS", default_value_t = 0)]
+    pub(crate) direct_below: u32,
     /// Transfers of one request: prompts times n
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) parts_max: u32,
@@ -79,7 +92,11 @@ pub(crate) struct RouterArgs {
     /// Seconds that a stream may be silent
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0)]
     pub(crate) idle_timeout: f64,
-    /// Seconds for requests in flight after SIGTERM
+    /// Seconds after SIGTERM in which new requests are still served, while readiness says that the
+    /// router drains and instances register with the next one; a second signal ends them
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    pub(crate) shutdown_delay: f64,
+    /// Seconds for requests in flight after that
     #[arg(long, value_name = "SECONDS", default_value_t = 600.0)]
     pub(crate) drain_timeout: f64,
     /// Longest body of a request, in bytes
@@ -132,6 +149,15 @@ pub(super) fn seconds(option: &str, seconds: f64) -> Result<Duration, CommandErr
     in_range.then(|| Duration::from_secs_f64(seconds)).ok_or_else(wrong)
 }
 
+/// What passes between SIGTERM and the end at most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ShutdownTimes {
+    /// New requests are served for this long.
+    pub(super) delay: Duration,
+    /// Then those in flight have this long.
+    pub(super) drain: Duration,
+}
+
 fn nanos(option: &str, span: f64) -> Result<Nanos, CommandError> {
     Ok(Nanos(seconds(option, span)?.as_nanos() as u64))
 }
@@ -149,14 +175,39 @@ impl RouterArgs {
             // Where nobody is left to come back, who asked is told soon.
             retry_wait_max: wait_max.min(Nanos::from_ms(600)),
             probe: Some(Nanos::from_ms(500)),
+            release_max: self.release_max()?,
             waiting_max: self.queue_size,
             requests_max: self.requests_max,
             retries_max: self.retries,
+            retry_share: Some(RetryShare {
+                percent: self.retry_budget,
+                per_second: self.retries_per_second,
+            }),
+            open_max: (self.open_max > 0).then_some(self.open_max),
+            direct_below: self.direct_below,
             legs_max: self.parts_max.saturating_mul(2),
             listed: self.listed()?,
             require_signed: self.require_signed,
             ..RouterConfig::default()
         })
+    }
+
+    /// How long the router lives on after SIGTERM.
+    ///
+    /// # Errors
+    /// A time that cannot be.
+    pub(super) fn shutdown(&self) -> Result<ShutdownTimes, CommandError> {
+        let delay = match self.shutdown_delay {
+            0.0 => Duration::ZERO,
+            delay => seconds("--shutdown-delay", delay)?,
+        };
+        Ok(ShutdownTimes { delay, drain: seconds("--drain-timeout", self.drain_timeout)? })
+    }
+
+    /// Instances are not forgotten before the router ends.
+    fn release_max(&self) -> Result<Nanos, CommandError> {
+        let ShutdownTimes { delay, drain } = self.shutdown()?;
+        Ok(Nanos((delay + drain).as_nanos() as u64))
     }
 
     /// The secret by which registrations are signed, if there is one.

@@ -7,12 +7,11 @@ use super::body_budget::{BodyBudget, BodyBytes};
 use super::connections::ClientConnection;
 use super::error::HttpError;
 use super::fields::JsonFields;
-use super::http_adapter::{
-    ClientEvent, HttpAdapter, MAILBOX, PartBody, RoutedRequest, SubmitRequest,
-};
+use super::http_adapter::{ClientEvent, HttpAdapter, MAILBOX, PartBody, SubmitRequest};
 use super::leg::{REQUEST_ID, ResponseHead};
 use super::merge::{self, PartAnswer, StreamMerger};
 use super::metrics::{self, Counted, RouterMetrics};
+use super::routed_request::RoutedRequest;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -28,7 +27,7 @@ use kvferry_engine::source::PeerSource;
 use rand::distr::{Alphanumeric, SampleString};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -39,6 +38,8 @@ pub(crate) struct RequestHandler {
     pub(crate) metrics: RouterMetrics,
     pub(crate) next_client: AtomicU64,
     pub(crate) bodies: Arc<BodyBudget>,
+    /// Clients are to come again by another connection, which another router may take.
+    pub(crate) is_draining: AtomicBool,
 }
 
 impl RequestHandler {
@@ -57,6 +58,9 @@ impl RequestHandler {
         let labels = metrics::RequestLabels { path: api.path(), code: response.status().as_u16() };
         self.metrics.requests.get_or_create(&labels).inc();
         response.headers_mut().insert(REQUEST_ID, id);
+        if self.is_draining.load(Ordering::Relaxed) {
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+        }
         response
     }
 
@@ -268,6 +272,7 @@ mod tests {
             metrics,
             next_client: AtomicU64::default(),
             bodies: BodyBudget::new(1 << 24),
+            is_draining: AtomicBool::default(),
         }
     }
 

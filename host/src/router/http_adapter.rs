@@ -1,24 +1,21 @@
 //! The adapter of the router core between its plane and HTTP: it turns what the core wants into
 //! legs, and what becomes of them into news for the core and answers for the clients.
 
-use super::api::GenerationRequest;
 use super::args::HttpSettings;
-use super::body_budget::BodyBytes;
 use super::error::HttpError;
-use super::leg::{
-    self, DP_RANK, HttpLegRequest, JSON, LegError, LegResult, REQUEST_ID, ResponseHead,
-};
+use super::instance_times::InstanceTimes;
+use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead};
 use super::merge;
 use super::metrics::{LegLabels, RouterMetrics, role_name};
-use super::params::{self, TransferUid};
+use super::params::TransferUid;
 use super::pool::{ConnectionPool, PooledBody};
 use super::probe;
 use super::relay::{StreamEnd, StreamRelay};
+use super::routed_request::{RoutedRequest, is_alone, order, role_of};
 use crate::instance::{ReportedFailure, find_failure};
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
 use hyper::StatusCode;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use kvferry_engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::{ClientId, EngineId, LegId, TransferId};
@@ -29,13 +26,13 @@ use kvferry_engine::core::router::{
 };
 use kvferry_engine::effects::perform_control;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
-use kvferry_trust::FleetProof;
 use kvferry_wire::{SignedEvent, SignedPlane, ZmqPlane};
 use serde::Deserialize;
 use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
+use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
@@ -48,15 +45,6 @@ pub(crate) const MAILBOX: usize = 4_096;
 
 /// What the core is to hear.
 type RouterInputQueue = VecDeque<RouterInput>;
-
-#[derive(Debug)]
-pub(crate) struct RoutedRequest {
-    pub(crate) asked: GenerationRequest,
-    /// Headers that all legs carry.
-    pub(crate) headers: HeaderMap,
-    /// The memory of its body, which is kept for legs that are sent again.
-    _held: BodyBytes,
-}
 
 /// What a client gets to hear; after `Ended` nothing more.
 pub(crate) enum ClientEvent {
@@ -87,6 +75,11 @@ pub(crate) struct SubmitRequest {
 #[rtype(result = "()")]
 pub(crate) struct ClientGone(pub(crate) ClientId);
 
+/// The router is about to end: instances are to register with another one.
+#[derive(Message)]
+#[rtype(result = "()")]
+pub(crate) struct ReleaseInstances;
+
 /// News of a leg.
 #[derive(Message)]
 #[rtype(result = "()")]
@@ -99,6 +92,7 @@ struct StreamEnded(LegId, StreamEnd, Option<ReportedFailure>);
 
 struct ClientState {
     job: Arc<RoutedRequest>,
+    arrived: Instant,
     events: mpsc::Sender<ClientEvent>,
     parts: Vec<PartState>,
     fault: Option<HttpError>,
@@ -111,6 +105,8 @@ struct PartState {
     unique: Option<(TransferId, TransferUid)>,
     /// Prompt tokens that the prefill had cached.
     cached: Option<u64>,
+    /// When the prefill of its last attempt answered.
+    prefilled: Option<Instant>,
 }
 
 /// A leg in flight.
@@ -123,6 +119,8 @@ struct InFlightLeg {
     wants_params: bool,
     /// The instance tells what became of the KV.
     reports_failures: bool,
+    sent: Instant,
+    times: InstanceTimes,
     task: JoinHandle<()>,
     /// Cuts the stream when it is dropped.
     cut: Option<oneshot::Sender<()>>,
@@ -170,9 +168,15 @@ impl HttpAdapter {
         };
         let tells = match role {
             Role::Prefill => pair.prefill.native,
-            Role::Decode => pair.decode.native,
+            Role::Decode => pair.decode.native && !is_alone(&body),
         };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
+        let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());
+        if let Some(client) = self.clients.get_mut(&client) {
+            times.queue.observe((sent - client.arrived).as_secs_f64());
+            // The answer of another attempt tells nothing of this one.
+            client.parts[part].prefilled.take_if(|_| role == Role::Prefill);
+        }
         let core = self.core.clone();
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
         let task = actix::spawn(async move {
@@ -189,6 +193,8 @@ impl HttpAdapter {
             engine,
             wants_params,
             reports_failures: tells,
+            sent,
+            times,
             task,
             cut: None,
         };
@@ -218,7 +224,7 @@ impl HttpAdapter {
             Some((id, unique)) if *id == key.id => *unique,
             _ => state.unique.insert((key.id.clone(), TransferUid(rand::random()))).1,
         };
-        Some(order(&client.job, part, http, pair, body, (unique, &self.settings.proof)))
+        Some(order(&client.job, part, http, (pair, body), (unique, &self.settings.proof)))
     }
 
     fn whole(&mut self, leg: LegId, head: ResponseHead, body: Bytes, out: &mut RouterInputQueue) {
@@ -226,6 +232,8 @@ impl HttpAdapter {
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let part = running.part;
         if running.role == Role::Prefill {
+            running.times.first_token.observe(running.sent.elapsed().as_secs_f64());
+            client.parts[part].prefilled = Some(Instant::now());
             client.parts[part].cached = merge::cached(&body);
             return self.prefilled(leg, &running, &body, out);
         }
@@ -309,10 +317,16 @@ impl HttpAdapter {
         let (cut, is_cut) = oneshot::channel();
         running.cut = Some(cut);
         let part = running.part;
+        let now = Instant::now();
+        running.times.first_token.observe((now - running.sent).as_secs_f64());
+        if let Some(prefilled) = client.parts[part].prefilled {
+            running.times.transfer.observe((now - prefilled).as_secs_f64());
+        }
+        let between = running.times.inter_token.clone();
         let core = self.core.clone();
         let report = move |end, heard| core.do_send(StreamEnded(leg, end, heard));
         let (idle, tells) = (self.settings.limits.idle, running.reports_failures);
-        let relay = StreamRelay::new((first, body), idle, is_cut, tells, report);
+        let relay = StreamRelay::new((first, body), (idle, between), is_cut, tells, report);
         let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
         let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
         out.push_back(leg_input(leg, LegEvent::FirstToken));
@@ -367,6 +381,11 @@ impl HttpAdapter {
                  /workers of --admin-addr has what is registered, /registrations/rejected what was not \
                  taken",
             )),
+            ClientAnswer::Overload => Err(HttpError::new(
+                StatusCode::TOO_MANY_REQUESTS,
+                "the router has as many requests open, or waiting, as it takes (--open-max, \
+                 --queue-size): send it again later, or have the operator add instances",
+            )),
             ClientAnswer::Misfit(why) => Err(HttpError::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 &format!(
@@ -396,13 +415,6 @@ fn done() -> LegEvent {
     LegEvent::Done { reason: FinishReason::Length, recomputed: None }
 }
 
-fn role_of(body: &LegBody) -> Role {
-    match body {
-        LegBody::Prefill { .. } => Role::Prefill,
-        LegBody::Decode { .. } => Role::Decode,
-    }
-}
-
 /// What a client is told when the core gave up and no instance had said anything.
 fn refusal(failure: &LegFailure) -> HttpError {
     match failure {
@@ -413,52 +425,6 @@ fn refusal(failure: &LegFailure) -> HttpError {
         failure => {
             HttpError::new(StatusCode::BAD_GATEWAY, &format!("no instance served: {failure}"))
         }
-    }
-}
-
-fn order(
-    job: &RoutedRequest,
-    part: usize,
-    http: &Endpoint,
-    pair: &InstancePair,
-    body: &LegBody,
-    (unique, proof): (TransferUid, &FleetProof),
-) -> Result<HttpLegRequest, String> {
-    let mut headers = job.headers.clone();
-    let id = unique.request_id(pair)?;
-    headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);
-    let to = match body {
-        LegBody::Prefill { .. } => &pair.prefill,
-        LegBody::Decode { .. } => &pair.decode,
-    };
-    if to.dp_size > 1 {
-        headers.insert(DP_RANK, to.dp_rank.into());
-    }
-    let transfer = params::write(body, pair, unique, proof)?;
-    let prefill = role_of(body) == Role::Prefill;
-    let stream = job.asked.stream && !prefill;
-    let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
-    Ok(HttpLegRequest { to: http.clone(), path: job.asked.api.path(), headers, body, stream })
-}
-
-impl RoutedRequest {
-    /// A job whose legs carry these headers of the client, and this authorization.
-    pub(crate) fn new(
-        (asked, held): (GenerationRequest, BodyBytes),
-        client: &HeaderMap,
-        own: Option<&HeaderValue>,
-    ) -> RoutedRequest {
-        let mut headers = HeaderMap::with_capacity(8);
-        headers.insert(CONTENT_TYPE, JSON);
-        if let Some(key) = own.or_else(|| client.get(AUTHORIZATION)) {
-            headers.insert(AUTHORIZATION, key.clone());
-        }
-        for name in leg::TRACE {
-            if let Some(value) = client.get(&name) {
-                headers.insert(name, value.clone());
-            }
-        }
-        RoutedRequest { asked, headers, _held: held }
     }
 }
 
@@ -523,7 +489,10 @@ impl Handler<SubmitRequest> for Driver<HttpAdapter> {
         let parts = vec![PartState::default(); job.asked.parts.len()];
         let output = job.asked.output;
         self.with_adapter(context, |front, out| {
-            front.clients.insert(client, ClientState { job, events, parts, fault: None });
+            front.clients.insert(
+                client,
+                ClientState { job, arrived: Instant::now(), events, parts, fault: None },
+            );
             let request = ClientRequest { client, prompts, samples: 1, output };
             out.push_back(RouterInput::Request(request));
         });
@@ -538,6 +507,17 @@ impl Handler<ClientGone> for Driver<HttpAdapter> {
             if front.clients.remove(&client).is_some() {
                 out.push_back(RouterInput::Gone { client });
             }
+        });
+    }
+}
+
+impl Handler<ReleaseInstances> for Driver<HttpAdapter> {
+    type Result = ();
+
+    fn handle(&mut self, _: ReleaseInstances, context: &mut Context<Self>) {
+        self.with_adapter(context, |front, out| {
+            front.plane.stop_listening();
+            out.push_back(RouterInput::Release);
         });
     }
 }

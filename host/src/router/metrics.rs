@@ -1,5 +1,6 @@
 //! What is counted, in the format of Prometheus.
 
+use super::instance_times::AllInstanceTimes;
 use crate::instance::{CutCollector, InputCollector};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, RouterCounters};
@@ -71,6 +72,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) bodies_refused: Counter,
     /// Seconds from a request to the begin of its answer.
     pub(crate) first_byte: Histogram,
+    /// Times of each instance.
+    pub(crate) times: AllInstanceTimes,
     instances: Family<InstanceLabels, Gauge>,
     rejected: Family<RejectionLabels, Counter>,
     waiting: Gauge,
@@ -78,8 +81,11 @@ pub(crate) struct RouterMetrics {
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 6] = [
+const CORE: [(&str, &str); 9] = [
     ("retries", "Transfers sent again after a failure"),
+    ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
+    ("shed", "Requests that were refused because too many are open or wait"),
+    ("direct_prompts", "Prompts that were sent to a decode alone"),
     ("expired", "Instances whose registration expired"),
     ("replaced", "Instances that were replaced by a new incarnation"),
     ("suspicions", "Times that an instance became suspect"),
@@ -92,7 +98,9 @@ impl RouterMetrics {
     pub(crate) fn new() -> (RouterMetrics, Registry) {
         // From 0.5 ms up to 4 min.
         let buckets = prometheus_client::metrics::histogram::exponential_buckets(5e-4, 2.0, 20);
+        let mut registry = Registry::with_prefix("kvferry_router");
         let metrics = RouterMetrics {
+            times: AllInstanceTimes::new(&mut registry),
             requests: Family::default(),
             legs: Family::default(),
             in_flight: Gauge::default(),
@@ -104,7 +112,6 @@ impl RouterMetrics {
             waiting: Gauge::default(),
             core: Default::default(),
         };
-        let mut registry = Registry::with_prefix("kvferry_router");
         let all = &metrics;
         registry.register("requests", "Answers to clients", all.requests.clone());
         registry.register("legs", "Legs that ended", all.legs.clone());
@@ -149,9 +156,19 @@ impl RouterMetrics {
             counter.inner().store(*count, Ordering::Relaxed);
         }
         self.waiting.set(i64::from(waiting));
-        let RouterCounters { retries, expired, replaced, suspicions, cancelled, unread, .. } =
-            counters;
-        let counts = [retries, expired, replaced, suspicions, cancelled, unread];
+        let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
+        let RouterCounters { replaced, suspicions, cancelled, unread, .. } = counters;
+        let counts = [
+            retries,
+            refused_retries,
+            shed,
+            direct,
+            expired,
+            replaced,
+            suspicions,
+            cancelled,
+            unread,
+        ];
         for (counter, count) in self.core.iter().zip(counts) {
             counter.inner().store(*count, Ordering::Relaxed);
         }

@@ -15,6 +15,7 @@ mod error;
 mod fields;
 mod handler;
 mod http_adapter;
+mod instance_times;
 mod leg;
 mod merge;
 mod metrics;
@@ -22,6 +23,7 @@ mod params;
 mod pool;
 mod probe;
 mod relay;
+mod routed_request;
 mod server;
 mod sse;
 
@@ -29,12 +31,12 @@ pub(crate) use args::RouterArgs;
 
 use self::admin::Admin;
 use self::api::APIS;
-use self::args::{HttpSettings, seconds};
+use self::args::{HttpSettings, ShutdownTimes};
 use self::body_budget::BodyBudget;
 use self::connections::ConnectionTable;
 use self::error::HttpError;
 use self::handler::RequestHandler;
-use self::http_adapter::{HttpAdapter, MAILBOX};
+use self::http_adapter::{HttpAdapter, MAILBOX, ReleaseInstances, RouterAddr};
 use self::metrics::{ClientMeters, RouterMetrics};
 use self::pool::ConnectionPool;
 use self::server::ServedListener;
@@ -56,7 +58,7 @@ use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -76,7 +78,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     raise_open_files();
     let settings = args.settings()?;
     let config = args.config()?;
-    let drain = seconds("--drain-timeout", args.drain_timeout)?;
+    let times = args.shutdown()?;
     let certificate = args.tls.certificate().map_err(CommandError::Input)?;
     let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
     let (plane, discovery) = discovery(&args.discovery)?;
@@ -85,7 +87,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    let parts = RouterParts { plane, config, settings, pool, certificate, drain };
+    let parts = RouterParts { plane, config, settings, pool, certificate, times };
     actix::System::new().block_on(run(args, bound, parts))?;
     Ok(Exit::HELD)
 }
@@ -146,7 +148,7 @@ struct RouterParts {
     pool: ConnectionPool,
     /// What is shown to clients, if they are served over TLS.
     certificate: Option<ServerCertificate>,
-    drain: Duration,
+    times: ShutdownTimes,
 }
 
 async fn run(
@@ -154,7 +156,7 @@ async fn run(
     [clients, operators]: [std::net::TcpListener; 2],
     parts: RouterParts,
 ) -> io::Result<()> {
-    let RouterParts { plane, config, settings, pool, certificate, drain } = parts;
+    let RouterParts { plane, config, settings, pool, certificate, times } = parts;
     let mut ends = ShutdownSignals::new()?;
     let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
@@ -177,6 +179,7 @@ async fn run(
         metrics: metrics.clone(),
         next_client,
         bodies: BodyBudget::new(args.bodies_max),
+        is_draining: AtomicBool::default(),
     });
     let admin = Admin { handler: handler.clone(), pool, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
@@ -184,7 +187,7 @@ async fn run(
     let [client_table, admin_table] = tables;
     let serving = ServedListener {
         listener: clients,
-        app: app(handler, &admin),
+        app: app(handler.clone(), &admin),
         table: client_table,
         certificate: certificate.map(Arc::new),
         meters: metrics.clients.clone(),
@@ -204,16 +207,35 @@ async fn run(
         () = serving.as_mut() => {}
         () = ends.recv() => {}
     }
+    handler.is_draining.store(true, Ordering::Relaxed);
+    tokio::select! {
+        () = serving.as_mut() => {}
+        () = let_go(&core, times.delay, &mut ends) => {}
+    }
     tracing::info!("draining: requests in flight are finished, no new ones are taken");
     core.do_send(Input(RouterInput::Drain));
     // The receiver lives as long as `serving`.
     let _ = stop.send(true);
+    let ShutdownTimes { drain, .. } = times;
     let drained = tokio::time::timeout(drain, serving).await.is_ok();
     match drained {
         true => tracing::info!("drained"),
         false => tracing::warn!(?drain, "requests were cut off by --drain-timeout"),
     }
     Ok(())
+}
+
+/// Has instances register with another router, and waits for the time in which clients are to find
+/// that, too.
+async fn let_go(core: &RouterAddr, delay: Duration, ends: &mut ShutdownSignals) {
+    core.do_send(ReleaseInstances);
+    if delay > Duration::ZERO {
+        tracing::info!(?delay, "draining: instances are let go, new requests are still served");
+        tokio::select! {
+            () = tokio::time::sleep(delay) => {}
+            () = ends.recv() => {}
+        }
+    }
 }
 
 /// Paths that only operators are told.

@@ -33,8 +33,13 @@ impl TransferUid {
                 let id = embed(prefill, decode, self.0).map_err(|why| why.to_string())?;
                 Ok(id.0.as_ref().to_owned())
             }
-            _ => Ok(format!("kvferry-{:032x}", self.0)),
+            _ => Ok(self.request_id_alone()),
         }
+    }
+
+    /// A request id that names no peer.
+    pub(crate) fn request_id_alone(self) -> String {
+        format!("kvferry-{:032x}", self.0)
     }
 }
 
@@ -56,7 +61,11 @@ pub(crate) fn write(
             Ok(Some(leg(&pair.decode, true, unique, native)))
         }
         LegBody::Decode { params: Some(answer), .. } => read(answer, &pair.prefill).map(Some),
-        LegBody::Decode { transfer, .. } if transfer.mode == Mode::Pull && !native => Ok(None),
+        LegBody::Decode { transfer, .. }
+            if transfer.is_alone() || transfer.mode == Mode::Pull && !native =>
+        {
+            Ok(None)
+        }
         LegBody::Decode { transfer, .. } => {
             let native = native
                 .then(|| json(&SealedLeg::of_router(transfer.clone(), proof.secret().as_deref())));

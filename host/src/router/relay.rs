@@ -7,6 +7,7 @@ use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;
 use hyper::body::Body;
 use memchr::memmem;
+use prometheus_client::metrics::histogram::Histogram;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -52,6 +53,9 @@ pub(crate) struct StreamRelay<B = PooledBody> {
     /// Fires when the instance has been silent for too long.
     silence: Pin<Box<Sleep>>,
     idle: Duration,
+    /// When the last bytes came, and the times between bytes of its instance.
+    last: Instant,
+    between: Histogram,
     /// Is closed when the router gives the leg up.
     cut: oneshot::Receiver<()>,
     /// Of a stream of an instance that tells something of its leg.
@@ -67,11 +71,12 @@ where
     B: Body<Data = Bytes> + Unpin,
     B::Error: std::error::Error + 'static,
 {
-    /// The stream, with its first bytes; `report` hears of its end unless the stream is dropped,
+    /// The stream, with its first bytes, how long it may be silent, and where the times between its
+    /// bytes are kept; `report` hears of its end unless the stream is dropped,
     /// and of what the instance told in it, if it is one that `tells`.
     pub(crate) fn new(
         (first, body): (Bytes, B),
-        idle: Duration,
+        (idle, between): (Duration, Histogram),
         cut: oneshot::Receiver<()>,
         tells: bool,
         report: impl FnOnce(StreamEnd, Option<ReportedFailure>) + Send + 'static,
@@ -81,7 +86,8 @@ where
         if let Some(ear) = &mut ear {
             ear.scan(&first);
         }
-        StreamRelay { first: Some(first), body, silence, idle, cut, scanner: ear, report }
+        let (first, last) = (Some(first), Instant::now());
+        StreamRelay { first, body, silence, idle, last, between, cut, scanner: ear, report }
     }
 
     /// The next bytes, or the end.
@@ -96,7 +102,10 @@ where
             match Pin::new(&mut self.body).poll_frame(context) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Ok(data) = frame.into_data() {
-                        self.silence.as_mut().reset(Instant::now() + self.idle);
+                        let now = Instant::now();
+                        self.silence.as_mut().reset(now + self.idle);
+                        let before = std::mem::replace(&mut self.last, now);
+                        self.between.observe((now - before).as_secs_f64());
                         if let Some(ear) = &mut self.scanner {
                             ear.scan(&data);
                         }
@@ -164,7 +173,8 @@ mod tests {
         let (tell, told) = channel();
         let report = move |end, _| tell.send(end).expect("the test listens");
         let first = Bytes::from_static(b"first");
-        let relay = StreamRelay::new((first, Fed(fed)), IDLE, is_cut, false, report);
+        let between = Histogram::new([1.0]);
+        let relay = StreamRelay::new((first, Fed(fed)), (IDLE, between), is_cut, false, report);
         RelayFixture { relay, tokens, cut: Some(cut), told }
     }
 

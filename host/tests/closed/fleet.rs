@@ -30,7 +30,12 @@ pub(crate) struct TestCluster {
 impl TestCluster {
     /// A router that drops no registration.
     pub(crate) fn new(options: &[&str]) -> TestCluster {
-        let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", "127.0.0.1:0"];
+        TestCluster::at("127.0.0.1:0", options)
+    }
+
+    /// The same where instances look for it.
+    pub(crate) fn at(discovery: &str, options: &[&str]) -> TestCluster {
+        let mut args = vec!["--json", "--listen", "127.0.0.1:0", "--discovery", discovery];
         args.extend_from_slice(&["--admin-addr", "127.0.0.1:0", "--expiry", "3600"]);
         args.extend_from_slice(options);
         TestCluster { router: ServeProcess::run("router", &args) }

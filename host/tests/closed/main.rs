@@ -6,6 +6,7 @@ mod cut;
 mod fits;
 mod fleet;
 mod ghost;
+mod handover;
 mod inputs;
 mod played;
 #[path = "../serve/process.rs"]

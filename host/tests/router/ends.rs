@@ -113,3 +113,54 @@ async fn what_does_not_finish_is_cut_off_after_its_time() {
     assert_eq!(router.exit(), Some(0));
     drop(client);
 }
+
+#[tokio::test]
+async fn a_router_that_is_to_end_says_so_and_serves_for_its_delay() {
+    let (router, p, d) = pair(Mode::Push, &["--shutdown-delay", "3600"]).await;
+    let ready = router.get("/readiness").await;
+    assert_eq!((ready.status, &ready.json()["status"]), (200, &"ready".into()));
+    assert!(!router.ask().await.headers.contains_key("connection"));
+    let go = Arc::new(Notify::new());
+    let late = Act::Json(200, serde_json::json!({"id": "late"}));
+    d.always(Act::After(go.clone(), Box::new(late)));
+    let before = p.seen().len();
+    let (held, ()) = tokio::join!(router.ask(), async {
+        p.arrival(before + 1).await;
+        d.arrival(before + 1).await;
+        router.signal("-TERM");
+        let start = std::time::Instant::now();
+        while router.get("/readiness").await.status == 200 {
+            assert!(start.elapsed() < PATIENCE, "it does not drain");
+        }
+        for told in [router.get("/readiness").await, router.get_of_client("/readiness").await] {
+            assert_eq!((told.status, &told.json()["status"]), (503, &"draining".into()));
+            assert_eq!(told.json()["draining"], true);
+        }
+        assert_eq!(router.get("/liveness").await.status, 200);
+        // Nobody can register any more; a new router may have the place.
+        while TcpStream::connect(router.discovery_address()).await.is_ok() {}
+        d.on(|_| None);
+        let fresh = router.ask().await;
+        assert_eq!((fresh.status, fresh.header("connection")), (200, "close"));
+        // A second one ends the delay.
+        router.signal("-TERM");
+        while TcpStream::connect(&router.http).await.is_ok() {}
+        go.notify_one();
+    });
+    assert_eq!((held.status, &held.json()["id"]), (200, &"late".into()));
+    assert_eq!(router.exit(), Some(0));
+}
+
+#[test]
+fn a_delay_that_is_none_is_refused() {
+    for delay in ["-1", "0.0001", "1e9", "NaN"] {
+        let option = format!("--shutdown-delay={delay}");
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"))
+            .args(["router", &option])
+            .output()
+            .expect("the program starts");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(said.contains("--shutdown-delay") && said.contains("give 0.001"), "{said}");
+    }
+}

@@ -6,6 +6,7 @@ mod certificates;
 mod dispatch;
 mod ends;
 mod failures;
+mod limits;
 mod parts;
 mod registrations;
 mod requests;

@@ -41,6 +41,11 @@ impl TestResponse {
         serde_json::from_str(&self.body).unwrap_or_else(|why| panic!("{why}: {self:?}"))
     }
 
+    /// A header; nothing if it is not there.
+    pub(crate) fn header(&self, name: &str) -> &str {
+        self.headers.get(name).map_or("", |value| value.to_str().expect("text"))
+    }
+
     /// The message of an OpenAI error object.
     pub(crate) fn error(&self) -> String {
         let object = self.json();
@@ -192,6 +197,11 @@ impl TestRouter {
         while self.metric(name).await < least {
             assert!(start.elapsed() < PATIENCE, "{name} does not reach {least}");
         }
+    }
+
+    /// Where instances register, as a socket dials it.
+    pub(crate) fn discovery_address(&self) -> &str {
+        self.discovery.strip_prefix("tcp://").expect("a TCP address")
     }
 
     pub(crate) fn signal(&self, name: &str) {

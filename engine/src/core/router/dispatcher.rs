@@ -114,6 +114,10 @@ impl LegDispatcher {
     /// True if the instances for a prompt are there, and are ones that failed it.
     pub(super) fn would_repeat(&self, now: Nanos, client: ClientId, work: &PromptState) -> bool {
         let want = self.want(now, client, work);
+        if want.is_direct() {
+            let decode = want.choose_alone();
+            return decode.is_some_and(|decode| work.blamed.contains(&decode.instance_id));
+        }
         let Some(prefill) = want.choose_prefill() else { return false };
         let decode = want.choose_decode(prefill.instance_id);
         decode.is_some_and(|decode| work.failed_by(prefill.instance_id, decode.instance_id))
@@ -183,6 +187,42 @@ impl LegDispatcher {
             sibling += u32::from(!planted!("samples-share-a-number"));
         }
         true
+    }
+
+    /// True if all prompts that wait are such that a decode is to compute them alone.
+    pub(super) fn are_direct(&self, now: Nanos, client: ClientId, works: &[PromptState]) -> bool {
+        let mut waiting = works.iter().filter(|work| work.is_waiting());
+        waiting.all(|work| self.want(now, client, work).is_direct())
+    }
+
+    /// Sends each waiting sample of a prompt to a decode that computes it alone.
+    pub(super) fn dispatch_direct(
+        &mut self,
+        (client, index): (ClientId, usize),
+        work: &mut PromptState,
+        turn: &mut RouterTurn<'_>,
+    ) {
+        self.counters.direct += 1;
+        for sample in 0..work.samples.len() {
+            if work.samples[sample].progress != SampleProgress::Waiting {
+                continue;
+            }
+            let decode = self.want(turn.now, client, work).choose_alone();
+            let decode = decode.expect("who takes one prompt of a request takes all");
+            let transfer = DecodeLeg::alone(self.new_transfer(), decode.mode);
+            let (prompt, output) = (index as u32, work.output);
+            let nth = sample as u32;
+            let body = LegBody::Decode { transfer, prompt, sample: nth, output, params: None };
+            let computed = work.prompt.tokens - decode.saved;
+            let tokens = (u64::from(computed) + u64::from(output)).max(1);
+            let leg = LegInFlight::new((client, index), decode.instance_id, tokens);
+            let leg = LegInFlight { sample: Some(sample), ..leg };
+            let leg = self.assign(leg, &work.prompt.prefix);
+            let pair = self.pair(decode.instance_id, decode.instance_id);
+            self.emit(leg, pair, body, turn);
+            work.samples[sample].progress = SampleProgress::Running(leg);
+            work.samples[sample].dispatched += 1;
+        }
     }
 
     fn dispatch_decode(

@@ -40,6 +40,9 @@ pub enum RouterInput {
         /// True if legs may be sent there.
         answers: bool,
     },
+    /// Let the instances go, so that they register with another router; serve on with what they said
+    /// last.
+    Release,
     /// Take no new requests; finish those there are.
     Drain,
     /// A deadline may be due.
@@ -140,7 +143,7 @@ pub enum RouterEffect {
         /// Where it takes legs.
         http: Endpoint,
         /// The two instances between which KV goes; of a prefill leg for several samples the
-        /// decode of the first.
+        /// decode of the first, and of a decode leg [alone](DecodeLeg::is_alone) that decode twice.
         pair: Box<InstancePair>,
         /// What to ask for.
         body: LegBody,
@@ -241,6 +244,19 @@ pub enum ClientAnswer {
     NoInstance,
     /// There are instances of both roles, but no two that fit (503).
     Misfit(Mismatch),
+    /// As many requests are open as the router takes, or wait as may wait (429).
+    Overload,
+}
+
+/// Which requests may be sent again, beside the tries that each has. Together they bound what
+/// retries add to the load while much fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RetryShare {
+    /// Retries in 10 s, in percent of the requests that came in these, or are open, if those are
+    /// more.
+    pub percent: u32,
+    /// So many per second in addition.
+    pub per_second: u32,
 }
 
 /// Settings of the router; times and limits.
@@ -262,6 +278,8 @@ pub struct RouterConfig {
     /// Longest time for an instance that registered as draining to finish its legs; it need not
     /// register again.
     pub drain_max: Nanos,
+    /// Instances that the router let go are kept for this long.
+    pub release_max: Nanos,
     /// Instances at a time; further registrations are rejected. As many that left are remembered,
     /// so that old registrations do not revive them.
     pub instances_max: u32,
@@ -285,6 +303,12 @@ pub struct RouterConfig {
     pub probe: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,
+    /// Requests that are open, in flight or waiting; more are answered `Overload`. None: no limit.
+    pub open_max: Option<u32>,
+    /// Which share of all requests may be sent again; none: as many as fail.
+    pub retry_share: Option<RetryShare>,
+    /// A prompt of which a decode has to compute fewer tokens goes to that alone, without a prefill.
+    pub direct_below: u32,
     /// In-flight tokens by which a prefix hit outweighs load: an instance that has a prefix is
     /// preferred while it is at most `affinity` times the saved tokens busier, in percent.
     pub affinity_percent: u32,
@@ -316,6 +340,7 @@ impl Default for RouterConfig {
             breaker_max: Nanos::from_secs(10),
             stream_grace: Nanos::from_secs(10),
             drain_max: Nanos::from_secs(600),
+            release_max: Nanos::from_secs(600),
             instances_max: 1024,
             legs_max: 4096,
             retries_max: 2,
@@ -325,6 +350,9 @@ impl Default for RouterConfig {
             retry_pause: Nanos::from_ms(500),
             probe: None,
             requests_max: 1_000_000,
+            open_max: None,
+            retry_share: None,
+            direct_below: 0,
             affinity_percent: 100,
             prefix_tokens: 512,
             prefixes_max: 65_536,

@@ -16,11 +16,16 @@ impl Router {
     pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
         let client = request.client;
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
+        let open_max = self.dispatcher.config.open_max.map_or(usize::MAX, |max| max as usize);
         let refuse = if self.draining {
             Some(ClientAnswer::NoInstance)
+        } else if self.requests.len() >= open_max {
+            self.dispatcher.counters.shed += 1;
+            Some(ClientAnswer::Overload)
         } else {
             match RouterRequest::new(request, self.dispatcher.config.legs_max) {
                 Ok(request) => {
+                    self.budget.came(turn.now);
                     self.requests.insert(client, request);
                     None
                 }
@@ -32,6 +37,9 @@ impl Router {
         } else if self.waiting.is_empty() && self.may_start() && self.dispatch(client, turn) {
         } else if self.waits() < self.dispatcher.config.waiting_max as usize {
             self.enqueue(turn.now, client);
+        } else if self.dispatcher.has_both(turn.now) {
+            self.dispatcher.counters.shed += 1;
+            self.finish(client, Some(ClientAnswer::Overload), turn);
         } else {
             self.finish(client, Some(ClientAnswer::NoInstance), turn);
         }
@@ -50,8 +58,13 @@ impl Router {
     fn dispatch(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) -> bool {
         let request = self.requests.get_mut(&client).expect("only known requests are sent");
         let mut id = None;
+        let are_direct = self.dispatcher.are_direct(turn.now, client, &request.works);
         for (index, work) in request.works.iter_mut().enumerate() {
             if !work.is_waiting() {
+                continue;
+            }
+            if are_direct {
+                self.dispatcher.dispatch_direct((client, index), work, turn);
                 continue;
             }
             let first = id.is_none();
@@ -342,6 +355,13 @@ impl Router {
         if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
         }
+        let share = self.dispatcher.config.retry_share;
+        let share = share.filter(|_| !planted!("retries-have-no-budget"));
+        if share.is_some_and(|share| !self.budget.take(turn.now, self.requests.len(), share)) {
+            self.dispatcher.counters.refused_retries += 1;
+            return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
+        }
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
         request.cause = Some(failure);
         request.tried += 1;
         self.dispatcher.counters.retries += 1;

@@ -50,6 +50,7 @@
 
 mod abandon_queue;
 mod admission;
+mod budget;
 mod discovery;
 mod dispatcher;
 mod health;
@@ -59,6 +60,7 @@ mod pairing;
 mod prefixes;
 mod registry;
 mod rejections;
+mod release;
 mod requests;
 mod view;
 
@@ -70,6 +72,7 @@ pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
 
+use self::budget::RetryBudget;
 use self::discovery::{DiscoveryMessage, RegistrationEntry};
 use self::dispatcher::{LegDispatcher, RouterTimer};
 use self::registry::{InstanceId, RegisterOutcome};
@@ -107,7 +110,10 @@ pub struct Router {
     next_ticket: u64,
     /// Requests of which a leg was sent.
     active: u32,
+    budget: RetryBudget,
     draining: bool,
+    /// It has let its instances go: what it knows of them is what they said last.
+    released: bool,
     rejections: Rejections,
     /// Whence links came, as far as known.
     from: BTreeMap<LinkId, Endpoint>,
@@ -126,7 +132,9 @@ impl Router {
             paused: BTreeSet::new(),
             next_ticket: 0,
             active: 0,
+            budget: RetryBudget::default(),
             draining: false,
+            released: false,
             rejections: Rejections::default(),
             from: BTreeMap::new(),
             signed: BTreeSet::new(),
@@ -159,9 +167,9 @@ impl Router {
         })
     }
 
-    /// True if it takes no new requests.
+    /// True if it is about to end: it has let its instances go, or takes no new requests.
     pub fn is_draining(&self) -> bool {
-        self.draining
+        self.draining || self.released
     }
 
     fn control(&mut self, event: ControlEvent, turn: &mut RouterTurn<'_>) {
@@ -179,11 +187,7 @@ impl Router {
                     self.reject(turn.now, &from, unread.reason, &unread.why);
                 }
             },
-            ControlEvent::LinkDown { link } => {
-                self.from.remove(&link);
-                self.signed.remove(&link);
-                self.dispatcher.registry.unlink(link);
-            }
+            ControlEvent::LinkDown { link } => self.forget(link),
             ControlEvent::LinkUp { link, from, .. } => {
                 let from = from.filter(|_| self.from.len() < NAMED_MAX);
                 self.from.extend(from.map(|from| (link, from)));
@@ -269,6 +273,7 @@ impl Router {
         if let Some(instance_id) = instance_id {
             let lives = if draining { config.drain_max } else { config.expiry };
             self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), turn.now + lives);
+            self.dispatcher.registry.instance_mut(instance_id).link = link;
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;
@@ -336,7 +341,9 @@ impl Machine for Router {
         let turn = &mut Turn::new(now, out);
         self.fire(turn);
         match input {
+            RouterInput::Control(event) if self.released => self.turn_away(&event, turn),
             RouterInput::Control(event) => self.control(event, turn),
+            RouterInput::Proof { .. } if self.released => {}
             RouterInput::Proof { link, proof: RegistrationProof::Signed } => {
                 self.signed.insert(link);
             }
@@ -356,6 +363,7 @@ impl Machine for Router {
                     self.wake(turn);
                 }
             }
+            RouterInput::Release => self.release(turn),
             RouterInput::Drain => self.draining = true,
             RouterInput::Tick => {}
         }

@@ -129,6 +129,23 @@ impl<'a> SelectionRequest<'a> {
         best
     }
 
+    /// True if little of the prompt is to be computed, so that a decode is to do it alone.
+    pub(super) fn is_direct(self) -> bool {
+        let below = self.config.direct_below;
+        below > 0 && self.choose_alone().is_some_and(|it| self.prompt.tokens - it.saved < below)
+    }
+
+    /// The decode for a prompt that it computes itself.
+    pub(super) fn choose_alone(self) -> Option<Choice> {
+        self.takers(Role::Decode)
+            .map(|candidate| {
+                let (cost, choice) = self.weigh(candidate);
+                ((cost, candidate.1.picked, choice.instance_id), choice)
+            })
+            .min_by_key(|(rank, _)| *rank)
+            .map(|(_, choice)| choice)
+    }
+
     /// The decode for a sample that gets its KV from `prefill`.
     pub(super) fn choose_decode(self, prefill: InstanceId) -> Option<Choice> {
         let prefill = self.registry.get(prefill)?;

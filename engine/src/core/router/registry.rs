@@ -59,6 +59,8 @@ pub(super) struct RegisteredInstance {
     pub(super) paired: BTreeMap<InstanceId, u64>,
     /// Of a prefill: the decodes that went without its KV since one last got it.
     pub(super) failing: BTreeMap<InstanceId, Health>,
+    /// The link that it registered by last, while that is up.
+    pub(super) link: Option<LinkId>,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: AbandonQueue,
     /// Of a prefill: the decodes that do not fit, and why.
@@ -397,6 +399,7 @@ impl Registry {
                 picked: 0,
                 paired: BTreeMap::new(),
                 failing: BTreeMap::new(),
+                link: None,
                 abandoned: AbandonQueue::default(),
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
@@ -470,7 +473,10 @@ impl Registry {
 
     /// A link of registrations is down.
     pub(super) fn unlink(&mut self, link: LinkId) {
-        self.instances.values_mut().for_each(|instance| instance.abandoned.unlink(link));
+        for instance in self.instances.values_mut() {
+            instance.link.take_if(|own| *own == link);
+            instance.abandoned.unlink(link);
+        }
     }
 
     /// True if the instance is leaving and has nothing left to do.

@@ -108,6 +108,12 @@ pub struct RouterCounters {
     pub unread: u64,
     /// Samples sent again.
     pub retries: u64,
+    /// Failures after which nothing was sent again, because too much was.
+    pub refused_retries: u64,
+    /// Requests that were refused because too many were open or waited.
+    pub shed: u64,
+    /// Prompts that were sent to a decode alone.
+    pub direct: u64,
     /// News of legs that were unknown or had ended.
     pub late: u64,
 }

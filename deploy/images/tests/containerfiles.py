@@ -1,4 +1,4 @@
-"""What is wrong with a Containerfile, and between it and the manifests that run its image. It is told as a list of texts."""
+"""What is wrong with a Containerfile, and between it and the manifests that run its image, as a list of texts."""
 
 import io
 import json
@@ -111,7 +111,7 @@ def ignored(text: str, root: Path) -> list[str]:
     """What is wrong with `.containerignore`, which leaves out all that it does not name."""
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     kept = {line[1:] for line in lines if line.startswith("!")}
-    found = [] if lines[:1] == ["*"] else [".containerignore: it has to leave out all, and then to name what is kept"]
+    found = [] if lines[:1] == ["*"] else [".containerignore: leave out all, and then name what is kept"]
     found += [f".containerignore: {name} is not there" for name in sorted(kept) if not (root / name).exists()]
     workspace = tomllib.loads((root / "Cargo.toml").read_text())["workspace"]
     needed = {member.split("/")[0] for member in workspace["members"]} | {"Cargo.toml", "Cargo.lock", "LICENSE"}

@@ -170,6 +170,22 @@ def test_the_simulator_runs_the_scenarios_of_the_image(program):
     assert " held\n" in program.run("kvferry", "run", "scenarios/smoke/push.toml") + "\n"
 
 
+# What a pod with `readOnlyRootFilesystem` has, in mounts of its own.
+CONFINED = """
+mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && mount -t tmpfs tmpfs "$1/tmp"
+mount -t proc proc "$1/proc" && mount --rbind /dev "$1/dev"
+exec chroot --userspec="$2:$2" "$1" "${@:3}"
+"""
+
+
+def test_a_root_that_is_read_only_will_do(program):
+    """Processes of their own move the bytes of a scenario."""
+    command = ["unshare", "--mount", "bash", "-euc", CONFINED, "-", str(program.root), str(USER)]
+    command += ["kvferry", "run", "/usr/share/kvferry/scenarios/smoke/push.toml", "--fabric", "host"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0 and " held\n" in done.stdout, done
+
+
 def test_the_certificates_of_the_image_are_taken(program):
     started = [program.start(*ROUTER, "--legs-ca=/etc/ssl/certs/ca-certificates.crt", "--drain-timeout=1")]
     try:

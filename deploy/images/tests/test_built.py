@@ -5,15 +5,13 @@ import os
 import re
 import shlex
 import subprocess
-import threading
 import tomllib
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from containerfiles import ROOT
+from started import line_of, served
 
 USER = 10001
 MIB = 1 << 20
@@ -111,13 +109,8 @@ def test_its_user_can_change_nothing(each):
 
 
 def of_first_line(process: subprocess.Popen) -> dict[str, str]:
-    """What it says of itself; it is killed unless it says something."""
-    late = threading.Timer(LIMIT_S, process.kill)
-    late.start()
-    line = process.stdout.readline()
-    late.cancel()
-    assert line, f"{process.args} says nothing"
-    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+    """Where it listens."""
+    return dict(word.split("=", 1) for word in line_of(process).split() if "=" in word)
 
 
 def ended(started: list[subprocess.Popen]) -> None:
@@ -143,27 +136,13 @@ def test_three_containers_serve_a_request(program):
         for role in ("prefill", "decode"):
             started.append(program.start("kvferry", "serve", "--role", role, "--mode", "push", "--proxy", proxy))
             of_first_line(started[-1])
-        answer = served(said["http"])
+        answer = served(f"http://{said['http']}/v1/completions", PROMPT)
         assert answer["kvferry"]["source"] == "transferred", answer
         assert answer["kvferry"]["digest"] == answer["kvferry"]["expected"], answer
         assert program.run(*health, f"{said['admin']}/readiness").endswith(": 200 OK")
         assert Path(f"/proc/{said['pid']}").stat().st_uid == USER
     finally:
         ended(started)
-
-
-def served(at: str) -> dict:
-    """The answer to a request, which is asked until there is a pair to serve it."""
-    for _ in range(60):
-        try:
-            kind = {"content-type": "application/json"}
-            asked = urllib.request.Request(f"http://{at}/v1/completions", json.dumps(PROMPT).encode(), kind)
-            # The router waits itself for a pair, for 2 s.
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as why:
-            assert why.code == 503, why.read()
-    raise AssertionError("there is no pair")
 
 
 def test_the_simulator_runs_the_scenarios_of_the_image(program):

@@ -8,15 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
-import urllib.error
-import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
 from elftools.elf.elffile import ELFFile
 from ports import free_ports
+from started import line_of, served
 
 MIB = 1 << 20
 
@@ -89,16 +87,6 @@ def test_the_module_mori_is_in_it(installed):
     assert installed.run("python", "-c", script, PYTHONPATH=folder) == "e\n"
 
 
-def line_of(process: subprocess.Popen) -> str:
-    """Its first one; it is killed unless it says something."""
-    late = threading.Timer(60, process.kill)
-    late.start()
-    line = process.stdout.readline()
-    late.cancel()
-    assert line, f"{process.args} says nothing"
-    return line
-
-
 def of_the_readme(mode: str) -> tuple[list[list[str]], str, str, dict]:
     """Its commands, where it asks for readiness and for completions, and for what; with ports that are free."""
     readme = Path(__file__).parents[3] / "README.md"
@@ -132,20 +120,6 @@ def test_three_commands_serve_a_request(installed, mode):
             process.kill()
             process.wait()
             process.stdout.close()
-
-
-def served(url: str, request: dict) -> dict:
-    """The answer to a request, which is asked until there is a pair to serve it."""
-    for _ in range(60):
-        try:
-            kind = {"content-type": "application/json"}
-            asked = urllib.request.Request(url, json.dumps(request).encode(), kind)
-            # The router waits itself for a pair, for 2 s.
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as why:
-            assert why.code == 503, why.read()
-    raise AssertionError("there is no pair")
 
 
 def test_the_shim_for_mori_is_compiled_without_rust(installed, tmp_path):

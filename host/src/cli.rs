@@ -2,6 +2,7 @@
 
 use crate::bench::{self, BenchArgs};
 use crate::doctor::{self, DoctorArgs, DoctorPeerArgs};
+use crate::health::{self, HealthArgs};
 use crate::process::{CommandError, Exit, StdoutGuard, exit_on_panic, print_error};
 use crate::router::{self, RouterArgs};
 #[cfg(feature = "simulator")]
@@ -13,7 +14,7 @@ use clap::{Parser, Subcommand};
 use std::ffi::OsString;
 use std::io::{self, Write};
 
-const AFTER: &str = "Exit codes: 0 everything held, 1 a check of doctor failed, 2 input invalid, 3 liveness, 4 correctness, \
+const AFTER: &str = "Exit codes: 0 everything held, 1 a check of doctor or health failed, 2 input invalid, 3 liveness, 4 correctness, \
     5 not deterministic, 6 panic or assertion; over several scenarios the worst one.";
 
 #[derive(Debug, Parser)]
@@ -38,6 +39,8 @@ enum CliCommand {
     /// A process that `doctor` starts
     #[command(hide = true)]
     DoctorPeer(DoctorPeerArgs),
+    /// Ask a server once whether it is well, as health checks of containers do: exit code 0 or 1
+    Health(HealthArgs),
     /// Measure bandwidth and latency of a data plane, within this host or between two
     Bench(Box<BenchArgs>),
     /// Write the last transfers of live servers as a trace that Perfetto opens
@@ -112,6 +115,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         CliCommand::Host(args) => sidecar::command(&args),
         CliCommand::Doctor(args) => doctor::command(&args, &mut out),
         CliCommand::DoctorPeer(args) => doctor::peer_command(&args, &mut out),
+        CliCommand::Health(args) => health::command(&args, &mut out),
         CliCommand::Bench(args) => bench::command(&args, &mut out),
         CliCommand::Export(args) => sidecar::export_command(&args, &mut out),
         #[cfg(feature = "simulator")]

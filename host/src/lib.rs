@@ -8,6 +8,7 @@
 mod bench;
 mod cli;
 mod doctor;
+mod health;
 pub mod instance;
 mod process;
 mod router;

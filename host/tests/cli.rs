@@ -5,6 +5,9 @@ mod program;
 use program::{ProgramFolder, kvferry, scenarios};
 use serde_json::Value;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::thread;
 
 /// A small scenario that holds.
 const SMALL: &str = r#"about = "A few short prompts"
@@ -320,4 +323,46 @@ fn a_host_is_not_started_with_a_configuration_that_cannot_be_used() {
     let ended = kvferry(["host"]);
     assert_eq!(ended.code, 2);
     assert!(ended.err.contains("give --socket PATH, KVFERRY_HOST_SOCKET"), "{}", ended.err);
+}
+
+#[test]
+fn health_is_what_a_server_answers() {
+    let server = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let at = server.local_addr().expect("bound");
+    let asked = thread::spawn(move || {
+        let mut asked = Vec::new();
+        for status in ["200 OK", "204 No Content", "302 Found", "503 Service Unavailable"] {
+            let (mut client, _) = server.accept().expect("a client");
+            let mut lines = BufReader::new(&client).lines().map(|line| line.expect("a line"));
+            asked.push(lines.next().expect("a request"));
+            let end = lines.find(String::is_empty);
+            assert!(end.is_some(), "a whole head");
+            write!(client, "HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").expect("it reads");
+        }
+        (server, asked)
+    });
+    let health = |path: &str| {
+        let ended = kvferry(["health", &format!("{path}/readiness"), "--timeout", "600"]);
+        assert_eq!(ended.err, "");
+        (ended.code, ended.out)
+    };
+    let [bare, url] = [at.to_string(), format!("http://{at}")];
+    assert_eq!(health(&bare), (0, format!("{at}/readiness: 200 OK\n")));
+    assert_eq!(health(&url), (0, format!("{url}/readiness: 204 No Content\n")));
+    assert_eq!(health(&bare), (1, format!("{at}/readiness: 302 Found\n")));
+    assert_eq!(health(&bare), (1, format!("{at}/readiness: 503 Service Unavailable\n")));
+    let (server, asked) = asked.join().expect("no panic");
+    assert_eq!(asked, ["GET /readiness HTTP/1.1"; 4]);
+    // It takes connections, and says nothing.
+    let ended = kvferry(["health", &at.to_string(), "--timeout", "0.1"]);
+    assert_eq!((ended.code, ended.out), (1, format!("{at}: no answer within 100ms\n")));
+    drop(server);
+    let (code, said) = health(&bare);
+    assert!(code == 1 && said.contains("Connection refused"), "{said}");
+    for (wrong, why) in [("https://127.0.0.1/", "https is not spoken"), ("a b", "invalid")] {
+        let ended = kvferry(["health", wrong]);
+        assert_eq!(ended.code, 2, "{ended:?}");
+        let is_told = ended.err.starts_with(&format!("error: {wrong}: {why}"));
+        assert!(is_told && ended.err.contains("; give HOST:PORT/PATH"), "{ended:?}");
+    }
 }

@@ -28,6 +28,7 @@ mod server;
 mod sse;
 
 pub(crate) use args::RouterArgs;
+pub(crate) use pool::chain;
 
 use self::admin::Admin;
 use self::api::APIS;

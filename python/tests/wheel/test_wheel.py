@@ -4,17 +4,17 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-import threading
-import urllib.error
-import urllib.request
 import zipfile
 from pathlib import Path
 
 import pytest
 from elftools.elf.elffile import ELFFile
+from ports import free_ports
+from started import line_of, served
 
 MIB = 1 << 20
 
@@ -27,8 +27,6 @@ GLIBC_MAX = 35
 
 # Those that need nothing but the wheel; the others import vLLM or vLLM-Omni when they are asked for a class.
 MODULES = ["kvferry", "kvferry.codes", "kvferry.host", "kvferry.line", "kvferry.omni", "kvferry.vllm"]
-
-PROMPT = {"model": "kvferry-tiny", "prompt": [1, 2, 3], "max_tokens": 4}
 
 
 def test_the_name_says_which_pythons_and_systems_it_is_for(wheel):
@@ -89,52 +87,39 @@ def test_the_module_mori_is_in_it(installed):
     assert installed.run("python", "-c", script, PYTHONPATH=folder) == "e\n"
 
 
-def line_of(process: subprocess.Popen) -> str:
-    """Its first one; it is killed unless it says something."""
-    late = threading.Timer(60, process.kill)
-    late.start()
-    line = process.stdout.readline()
-    late.cancel()
-    assert line, f"{process.args} says nothing"
-    return line
+def of_the_readme(mode: str) -> tuple[list[list[str]], str, str, dict]:
+    """Its commands, where it asks for readiness and for completions, and for what; with ports that are free."""
+    readme = Path(__file__).parents[3] / "README.md"
+    section = readme.read_text().split("\n## Try it without vLLM\n", 1)[1].split("\n## ", 1)[0]
+    assert "--mode push" in section
+    ports = sorted(set(re.findall(r"127\.0\.0\.1:(\d+)", section)))
+    for port, free in zip(ports, free_ports(len(ports)), strict=True):
+        section = section.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free}")
+    lines = re.findall(r"^\$ (.*)$", section.replace("--mode push", f"--mode {mode}"), re.M)
+    started = [shlex.split(line)[:-1] for line in lines if line.endswith(" &")]
+    assert [command[:2] for command in started] == [["kvferry", "router"], *[["kvferry", "serve"]] * 2]
+    [ready] = re.findall(r"^\$ until kvferry health (\S+); do sleep 1; done$", section, re.M)
+    [asked] = [shlex.split(line) for line in lines if line.startswith("curl ")]
+    return started, ready, asked[1], json.loads(asked[asked.index("-d") + 1])
 
 
 @pytest.mark.parametrize("mode", ["push", "pull"])
 def test_three_commands_serve_a_request(installed, mode):
+    commands, ready, at, body = of_the_readme(mode)
     started = []
     try:
-        flags = ("--listen", "--discovery", "--admin-addr")
-        listen = [word for flag in flags for word in (flag, "127.0.0.1:0")]
-        started.append(installed.start("kvferry", "router", *listen))
-        said = dict(word.split("=", 1) for word in line_of(started[0]).split() if "=" in word)
-        proxy = said["discovery"].removeprefix("tcp://")
-        for role in ("prefill", "decode"):
-            args = ("serve", "--role", role, "--mode", mode, "--proxy", proxy)
-            started.append(installed.start("kvferry", *args))
+        for command in commands:
+            started.append(installed.start(*command))
             line_of(started[-1])
-        answer = served(said["http"])
+        answer = served(f"http://{at}", body)
         assert answer["kvferry"]["source"] == "transferred", answer
         assert answer["kvferry"]["digest"] == answer["kvferry"]["expected"], answer
+        assert installed.run("kvferry", "health", "--timeout=60", ready) == f"{ready}: 200 OK\n"
     finally:
         for process in started:
             process.kill()
             process.wait()
             process.stdout.close()
-
-
-def served(at: str) -> dict:
-    """The answer to a request, which is asked until there is a pair to serve it."""
-    for _ in range(60):
-        try:
-            kind = {"content-type": "application/json"}
-            body = json.dumps(PROMPT).encode()
-            asked = urllib.request.Request(f"http://{at}/v1/completions", body, kind)
-            # The router waits itself for a pair, for 2 s.
-            with urllib.request.urlopen(asked, timeout=60) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as why:
-            assert why.code == 503, why.read()
-    raise AssertionError("there is no pair")
 
 
 def test_the_shim_for_mori_is_compiled_without_rust(installed, tmp_path):

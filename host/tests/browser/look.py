@@ -16,7 +16,9 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 WIDTH, HEIGHT = 1500, 900
 # Colours of the page, see page.html.
 MESSAGE, LANDING, FAULT, VIOLATION, CHOSEN = "41586f", "1f8a4c", "e07b00", "f9d6d3", "ffe066"
-LOST, LED, HELD = "b3261e", "fff3bf", "e8b04a"
+LOST, LED = "b3261e", "fff3bf"
+# Pixels of each that the legend does not have.
+LEAST = {MESSAGE: 300, LANDING: 400, FAULT: 90, VIOLATION: 2000, CHOSEN: 5000, LOST: 20, LED: 2000}
 
 
 def pixels(png: bytes) -> collections.Counter:
@@ -98,7 +100,7 @@ class Pages(unittest.TestCase):
 
     def drawn(self, colours: collections.Counter, *wanted: str):
         for colour in wanted:
-            self.assertGreater(colours[colour], 60, f"too little of #{colour}: {colours.most_common(12)}")
+            self.assertGreater(colours[colour], LEAST[colour], f"too little of #{colour}: {colours.most_common(12)}")
 
     def test_a_failing_run_shows_its_violation_and_what_led_to_it(self):
         page = self.page("faults/no-copy.toml")

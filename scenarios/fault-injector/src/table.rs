@@ -237,7 +237,7 @@ impl FaultSpec {
     pub fn is_on(&self, seed: u64) -> bool {
         let ppm = self.enabled.draw(&self.part(seed, "enabled.rate")).0;
         let is_on = chance(self.part(seed, "enabled").get(), ppm);
-        draw_log::add(&self.enabled.bytes, || u8::from(is_on).to_string());
+        draw_log::resolve(&self.enabled.bytes, if is_on { "1" } else { "0" });
         is_on
     }
 

@@ -98,7 +98,7 @@ fn values(text: &str, log: Vec<LoggedDraw>) -> Vec<Replacement> {
         let is_bare = new == "true" || new == "false" || new.parse::<f64>().is_ok();
         let new = if is_bare { new } else { format!("\"{new}\"") };
         (new != old && old.trim_matches('"') != new.trim_matches('"'))
-            .then(|| Replacement { bytes: start..end, text: new })
+            .then_some(Replacement { bytes: start..end, text: new })
     };
     drawn.into_iter().filter_map(one).collect()
 }
@@ -151,8 +151,11 @@ fn applied(text: &str, mut replacements: Vec<Replacement>) -> String {
 
 /// What the run is, as comments.
 fn heading(run: &Run, name: &str) -> String {
-    let mut text = format!("# What seed {} draws of {name}.\n", run.seed);
-    for one in &run.instances {
+    let mut text = format!("# What seed {} draws of {name:?}.\n", run.seed);
+    for host in &run.hosts {
+        let _ = writeln!(text, "# {}: host, pool of {} bytes", host.name, host.config.pool);
+    }
+    for one in run.instances.iter().filter(|one| !one.is_pool) {
         let (layout, tp, blocks) = (one.layout, one.tp, one.blocks);
         let tokens = one.block_tokens;
         let _ = writeln!(

@@ -91,6 +91,7 @@ fn data(timeline: &Timeline, at: Option<Nanos>) -> Value {
         "kinds": KINDS.map(|(_, name)| name),
         "states": STATES,
         "lanes": timeline.lanes.iter().map(|(_, name)| name).collect::<Vec<_>>(),
+        "folds": folds(timeline),
         "transfers": timeline.transfers,
         "labels": labels.list,
         "events": events,
@@ -98,6 +99,14 @@ fn data(timeline: &Timeline, at: Option<Nanos>) -> Value {
         "base": base,
         "changes": changes,
     })
+}
+
+/// The lane that stands for each where the ranks of an instance are one.
+fn folds(timeline: &Timeline) -> Vec<usize> {
+    let lanes = timeline.lanes.iter().map(|(lane, _)| *lane);
+    let first =
+        |lane: Lane| timeline.lanes.partition_point(|(known, _)| *known < lane.first_rank());
+    lanes.map(first).collect()
 }
 
 /// In words, what of a run is not on its page.

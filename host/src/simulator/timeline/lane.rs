@@ -35,6 +35,14 @@ impl Lane {
         Lane::Instance(instance, rank.saturating_add(1))
     }
 
+    /// The first rank of its instance for a rank, itself for others.
+    pub(crate) fn first_rank(self) -> Lane {
+        match self {
+            Lane::Instance(instance, 1..) => Lane::Instance(instance, 1),
+            other => other,
+        }
+    }
+
     /// The instance that it is part of.
     pub(crate) fn instance(self) -> Option<u16> {
         match self {

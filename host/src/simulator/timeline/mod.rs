@@ -108,13 +108,15 @@ impl Timeline {
         self.events.iter().position(|event| event.kind == kind)
     }
 
-    /// The event at which a look at this run begins: what went wrong in it first, else its start.
+    /// The event at which a look at this run begins: what went wrong in it first, else the first
+    /// request.
     pub(crate) fn focus(&self) -> usize {
         let wrong = self.first_of(EventKind::Violation);
         let ended = || {
             let is_bad = self.verdict.as_deref().is_some_and(|verdict| verdict != "held");
             is_bad.then(|| self.events.len().saturating_sub(1))
         };
-        wrong.or_else(ended).unwrap_or(0)
+        let asked = || self.events.iter().position(|event| event.lane == Some(Lane::Clients));
+        wrong.or_else(ended).or_else(asked).unwrap_or(0)
     }
 }

@@ -365,7 +365,10 @@ impl TimelineReader {
             (None, None) => Vec::new(),
         };
         let first = transfers.first().copied();
-        let label = format!("{} blocks land", written.len());
+        let label = match written.len() {
+            1 => "1 block lands".into(),
+            many => format!("{many} blocks land"),
+        };
         self.push(TimelineEvent {
             cause: submitted,
             from: Some(Lane::rank(*source)),

@@ -85,6 +85,9 @@ pub fn replay(recording: &Recording) -> Result<ReplaySummary, ReplayError> {
         let record = record.map_err(|why| damaged(count, &why))?;
         count += 1;
         let (seq, actor) = (record.seq, record.actor);
+        if let RecordedDetail::Saw(_) = record.detail {
+            continue;
+        }
         if let RecordedDetail::Effect(recorded) = record.detail {
             let replayed = pending.pop_front();
             if replayed.as_ref() != Some(&recorded) {
@@ -111,7 +114,7 @@ pub fn replay(recording: &Recording) -> Result<ReplaySummary, ReplayError> {
                 pending.extend(machine.take_effects());
                 inputs += 1;
             }
-            RecordedDetail::Effect(_) | RecordedDetail::Settled(_) => {}
+            RecordedDetail::Effect(_) | RecordedDetail::Settled(_) | RecordedDetail::Saw(_) => {}
         }
     }
     no_more(&mut pending, count, last)?;

@@ -43,7 +43,7 @@ enum CliCommand {
     Health(HealthArgs),
     /// Measure bandwidth and latency of a data plane, within this host or between two
     Bench(Box<BenchArgs>),
-    /// Write the last transfers of live servers as a trace that Perfetto opens
+    /// Write the last transfers of live servers as a trace that Perfetto opens, or a recording as a page
     Export(ExportArgs),
     /// Serve as a prefill or decode instance without a model
     #[cfg(feature = "simulator")]
@@ -66,6 +66,8 @@ mod absent {
         Run(AnyArgs),
         Sweep(AnyArgs),
         Replay(AnyArgs),
+        Show(AnyArgs),
+        Draw(AnyArgs),
         List(AnyArgs),
         Serve(AnyArgs),
     }
@@ -84,6 +86,8 @@ mod absent {
             AbsentCommand::Run(_) => "run",
             AbsentCommand::Sweep(_) => "sweep",
             AbsentCommand::Replay(_) => "replay",
+            AbsentCommand::Show(_) => "show",
+            AbsentCommand::Draw(_) => "draw",
             AbsentCommand::List(_) => "list",
             AbsentCommand::Serve(_) => "serve",
         };

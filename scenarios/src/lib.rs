@@ -29,5 +29,5 @@ use kvferry_faults::{doc, value};
 
 pub use bundled::{BUNDLED, bundled};
 pub use lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
-pub use parse::{Scenario, load, load_with_trace, parse};
+pub use parse::{Scenario, drawn, load, load_with_trace, parse};
 pub use run::Run;

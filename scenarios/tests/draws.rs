@@ -301,3 +301,35 @@ const KEYS: &[&str] = &[
     "[[fault]]\nkind = \"client.degenerate_prompts\"\nchance = ?",
     "[expect]\nrequests = { finished = ? }",
 ];
+
+#[test]
+fn the_file_of_a_seed_is_the_same_run_with_what_was_drawn() {
+    for file in ["swarm.toml", "swarm-load.toml", "faults/mixed.toml", "trace/push.toml"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        let scenario = kvferry_scenarios::load(&path).unwrap();
+        for seed in 1..30 {
+            let text = kvferry_scenarios::drawn(&path, seed).unwrap();
+            let again = kvferry_scenarios::parse("x.toml", &text, Path::new(""), None);
+            let again = again.unwrap_or_else(|why| panic!("{file} {seed}: {why}\n{text}"));
+            assert_eq!(again.seed(), Some(seed));
+            let [mut once, mut again] = [&scenario, &again].map(|it| it.draw(seed).unwrap());
+            for run in [&mut once, &mut again] {
+                run.name.clear();
+                run.faults.iter_mut().for_each(|fault| fault.line = 0);
+            }
+            assert_eq!(once, again, "{file} {seed}:\n{text}");
+            // Faults that the seed does not have are gone, and it is certain of the others.
+            assert!(!text.contains("enabled = 0"), "{file} {seed}:\n{text}");
+        }
+    }
+}
+
+#[test]
+fn decisions_stay_whatever_is_changed_in_a_table() {
+    let text = "about = 'x'\nseed = 1\n[[fault]]\nkind = 'wire.loss'\nchance = 0.25\n";
+    let keys = |text: &str| draw(text, 1).faults.iter().map(|one| one.key).collect::<Vec<_>>();
+    let key = keys(text)[0];
+    assert_ne!(keys(&text.replace("0.25", "0.5")), [key]);
+    let named = text.replace("0.25", &format!("0.5\ndecisions = '{key}'"));
+    assert_eq!(keys(&named), [key]);
+}

@@ -19,7 +19,7 @@
 //! let scenario = kvferry_scenarios::parse("one.toml", text, ".".as_ref(), None)?;
 //! let faults = FaultScheduler::new(&scenario.draw(1)?);
 //! // Without faults there is nothing to wake up for, and nothing that did not happen.
-//! assert!(faults.deadline().is_none() && faults.unfired().is_empty());
+//! assert!(faults.deadline().is_none() && faults.by_table().is_empty());
 //! # Ok::<(), kvferry_scenarios::ScenarioError>(())
 //! ```
 
@@ -222,7 +222,7 @@ impl FaultScheduler {
     fn hit(&mut self, now: Nanos, index: usize, from: Option<u16>, to: Option<u16>) {
         self.last = self.last.max(now);
         let plan = &mut self.plans[index];
-        plan.hit = true;
+        plan.hits += 1;
         let kind = plan.kind();
         let phase = |instance: Option<u16>| {
             instance.and_then(|instance| self.phases.get(usize::from(instance)).copied())
@@ -252,12 +252,13 @@ impl FaultScheduler {
         &self.coverage
     }
 
-    /// Tables of the file, by line and kind, of which no fault of this run has hit.
-    pub fn unfired(&self) -> Vec<(u32, FaultKind)> {
-        let place = |plan: &FaultPlan| (plan.fault.line, plan.kind());
-        let hit: BTreeSet<_> = self.plans.iter().filter(|plan| plan.hit).map(place).collect();
-        let all: BTreeSet<_> = self.plans.iter().map(place).collect();
-        all.difference(&hit).copied().collect()
+    /// How often the faults of each table of the file hit, by line and kind.
+    pub fn by_table(&self) -> BTreeMap<(u32, FaultKind), u64> {
+        let mut tables = BTreeMap::new();
+        for plan in &self.plans {
+            *tables.entry((plan.fault.line, plan.kind())).or_default() += plan.hits;
+        }
+        tables
     }
 
     /// When the last fault hit or ended; `now` while a transient one lasts or is still to come.

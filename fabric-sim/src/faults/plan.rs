@@ -69,8 +69,8 @@ pub(super) struct FaultPlan {
     armed: u32,
     /// Times that it has fired.
     fired: u64,
-    /// It has hit something.
-    pub(super) hit: bool,
+    /// How often it has hit something.
+    pub(super) hits: u64,
     seed: u64,
 }
 
@@ -99,7 +99,7 @@ impl FaultPlan {
             left: fault.times,
             armed: 0,
             fired: 0,
-            hit: false,
+            hits: 0,
             seed: run.seed,
             fault: fault.clone(),
         }

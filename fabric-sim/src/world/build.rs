@@ -73,7 +73,7 @@ impl Simulation {
             clients: Clients::new(&run),
             stages: SimStages::new(&run),
             tracer: Tracer::new(&run, options.record),
-            observer: Observer::new(&run, options.check),
+            observer: Observer::new(&run, options.check, options.record),
             quiescence: Quiescence::new(&run),
             races: Vec::new(),
             stats: report::RunStats::default(),

@@ -33,6 +33,7 @@ mod quiescence;
 mod race;
 mod report;
 mod serving;
+mod sight;
 mod stages;
 mod trace;
 
@@ -41,6 +42,7 @@ pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict,
     SaturatedLink,
 };
+pub use sight::{Sight, SightedRank, frame_digest};
 pub use trace::{RecordedDetail, RecordedEvent, Recording};
 
 use crate::abilities::LOCAL;
@@ -215,6 +217,7 @@ impl Simulation {
     }
 
     fn prepare_step(&mut self, due: ReadyStep) -> Option<SimStep> {
+        self.keep_sights();
         let (slot, what, gauges) = match due {
             ReadyStep::Start(slot, config) => {
                 let actor = &mut self.machines[slot as usize];
@@ -253,6 +256,13 @@ impl Simulation {
         let actor = self.machines[slot as usize].id;
         self.current = Some((slot, self.tracer.seq()));
         Some(SimStep { now: self.now, actor, slot, action: what, gauges })
+    }
+
+    /// Puts what the world saw since the last turn into the recording, if there is one.
+    fn keep_sights(&mut self) {
+        if let Some(sights) = &mut self.observer.sights {
+            self.tracer.saw(sights.0.drain(..));
+        }
     }
 
     /// Takes the effects of the turn that [`Simulation::next`] gave out from the machine that had it,

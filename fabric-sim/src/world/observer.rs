@@ -1,6 +1,7 @@
 //! Everyone who looks on: the invariants, and the fault engine, which also decides.
 
 use super::process::DataPlaneOwner;
+use super::sight::{Sight, SightLog, frame_digest};
 use super::{LOCAL, Simulation};
 use crate::dma::{Dma, DmaLanding, OpDecision, OpInfo};
 use crate::faults::{FaultAction, FaultHit, FaultScheduler, FaultSubject, LegDecision, ROUTER};
@@ -26,6 +27,8 @@ pub(super) struct Observer {
     /// The run has no faults, so nobody needs to be told of events.
     calm: bool,
     invariants: Option<Invariants>,
+    /// What a recording keeps of what is seen.
+    pub(super) sights: Option<SightLog>,
     /// Flows of each instance whose first operation is not posted.
     unposted: Vec<u32>,
     /// Steps of each instance.
@@ -46,12 +49,13 @@ pub(super) struct Observer {
 }
 
 impl Observer {
-    pub(super) fn new(run: &Run, check: bool) -> Observer {
+    pub(super) fn new(run: &Run, check: bool, record: bool) -> Observer {
         let instances = run.instances.len();
         Observer {
             faults: FaultScheduler::new(run),
             calm: run.faults.is_empty(),
             invariants: check.then(|| Invariants::new(run)),
+            sights: record.then(SightLog::default),
             unposted: vec![0; instances],
             steps: vec![0; instances],
             registrations: vec![Vec::new(); instances],
@@ -69,6 +73,9 @@ impl Observer {
     pub(super) fn observe(&mut self, now: Nanos, seen: &Observation<'_>) {
         if let Some(invariants) = &mut self.invariants {
             invariants.observe(now, seen);
+        }
+        if let Some(sights) = &mut self.sights {
+            sights.observe(now, seen);
         }
         if !self.calm {
             self.tell_faults(now, seen);
@@ -272,7 +279,9 @@ impl Observer {
         dma: &Dma,
         landing: &DmaLanding,
     ) {
-        let Some(invariants) = &mut self.invariants else { return };
+        if self.invariants.is_none() && self.sights.is_none() {
+            return;
+        }
         let slices = dma.slices(landing);
         let writes = landing.direction == Direction::Write;
         let owner = |ix: crate::dma::DataPlaneIx| &planes[ix.0 as usize];
@@ -291,7 +300,13 @@ impl Observer {
             target: target.at,
             written: &self.remote,
         };
-        invariants.observe(now, &Observation::Landed(seen));
+        let seen = Observation::Landed(seen);
+        if let Some(invariants) = &mut self.invariants {
+            invariants.observe(now, &seen);
+        }
+        if let Some(sights) = &mut self.sights {
+            sights.observe(now, &seen);
+        }
     }
 
     /// A control frame was sent.
@@ -302,6 +317,10 @@ impl Observer {
         to: SimProcessId,
         frame: &FrameInfo<'_>,
     ) -> FrameDecision {
+        if let (Some(sights), Some(bytes)) = (&mut self.sights, frame.parts.last()) {
+            let (from, to, frame) = (from.instance, to.instance, frame_digest(bytes));
+            sights.add(now, Sight::Sent { from, to, frame });
+        }
         if self.calm && self.invariants.is_none() {
             return FrameDecision::default();
         }
@@ -347,6 +366,11 @@ impl Observer {
         to: SimProcessId,
         parts: &[Vec<u8>],
     ) {
+        if let (Some(sights), Some(bytes)) = (&mut self.sights, parts.last()) {
+            let (from, to, frame) =
+                (from.map(|from| from.instance), to.instance, frame_digest(bytes));
+            sights.add(now, Sight::Arrived { from, to, frame });
+        }
         if self.calm && self.invariants.is_none() {
             return;
         }

@@ -2,6 +2,7 @@
 
 use super::Simulation;
 use super::process::SimProcess;
+use super::sight::Sight;
 use super::trace::Recording;
 use crate::faults::CoveragePhase;
 use crate::invariants::Violation;
@@ -157,8 +158,9 @@ pub struct RunReport {
     /// has worked into the run count once.
     #[serde(skip)]
     pub faults: BTreeMap<(FaultKind, CoveragePhase), u64>,
-    /// Tables of faults, by line and kind, that the run has and that never hit.
-    pub unfired: Vec<(u32, FaultKind)>,
+    /// How often each table of faults hit that the run has, by line and kind.
+    #[serde(skip)]
+    pub fault_tables: BTreeMap<(u32, FaultKind), u64>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
     /// Entries taken from the event queue.
@@ -346,6 +348,7 @@ impl Simulation {
             ));
         }
         let (bytes, link_use_ppm) = self.traffic();
+        self.record_end(&violations, &unmet);
         RunReport {
             scenario: self.run.name.clone(),
             seed: self.run.seed,
@@ -362,7 +365,7 @@ impl Simulation {
             violations,
             violation_count: count,
             left: (!self.quiescence.quiescent).then(|| self.outstanding_work()),
-            unfired: self.observer.faults.unfired(),
+            fault_tables: self.observer.faults.by_table(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),
@@ -377,6 +380,18 @@ impl Simulation {
             blocks_quarantined_peak: stats.quarantined,
             recording: self.tracer.take_recording(),
         }
+    }
+
+    /// The last sights of the recording: what was broken, and the verdict.
+    fn record_end(&mut self, violations: &[Violation], unmet: &[String]) {
+        let left = (!self.quiescence.quiescent).then(|| self.outstanding_work());
+        let Some(sights) = &mut self.observer.sights else { return };
+        for Violation { id, at, text } in violations {
+            sights.add(*at, Sight::Violation { id: id.name().into(), text: text.clone() });
+        }
+        let verdict = verdict(violations, unmet).name().into();
+        sights.add(self.now, Sight::Ended { verdict, unmet: unmet.to_vec(), left });
+        self.keep_sights();
     }
 
     fn receivers(&self) -> ReceiverTotals {

@@ -1,6 +1,7 @@
 //! The trace of a run: its hash, and on request every input and effect.
 
 use super::actor::{MachineConfig, MachineEffect, MachineId, MachineInput};
+use super::sight::Sight;
 use crate::hash::TraceHasher;
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
 use kvferry_engine::core::ids::TransferKey;
@@ -19,7 +20,7 @@ use std::io::Cursor;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedEvent {
     pub t: Nanos,
-    /// Counts the records from 1.
+    /// Counts the inputs, effects, starts and ends from 1; of a sight the last one before it.
     pub seq: u64,
     /// The record that led here; 0 if that is not a record.
     pub cause: u64,
@@ -40,6 +41,8 @@ pub enum RecordedDetail {
     Effect(MachineEffect),
     /// The liveness phase began, with these instances as its core.
     Settled(Vec<String>),
+    /// The world saw something; the trace hash knows nothing of it.
+    Saw(Sight),
 }
 
 /// A recorded run: MessagePack of the name, the seed, and then the records one after another.
@@ -153,6 +156,12 @@ impl Tracer {
         self.next(now, MachineId::Router, 4);
         self.hasher.add(&core);
         self.keep(now, MachineId::Router, 0, || None, || RecordedDetail::Settled(core.to_vec()));
+    }
+
+    pub(super) fn saw(&mut self, sights: impl Iterator<Item = (Nanos, Sight)>) {
+        for (now, sight) in sights {
+            self.keep(now, MachineId::Router, 0, || None, || RecordedDetail::Saw(sight));
+        }
     }
 
     /// The number of its record.

@@ -21,15 +21,33 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// Socket of the `kvferry host` of a server; several are put on one timeline
-    #[arg(long, value_name = "SOCKET", required = true)]
+    #[cfg_attr(feature = "simulator", arg(required_unless_present = "recording"))]
+    #[cfg_attr(not(feature = "simulator"), arg(required = true))]
+    #[arg(long, value_name = "SOCKET")]
     pub(crate) live: Vec<PathBuf>,
     /// File for the trace; standard output if not given
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
+    /// In place of live servers: what `kvferry run --record` wrote, for --html
+    #[cfg(feature = "simulator")]
+    #[arg(requires = "html", conflicts_with_all = ["live", "out"])]
+    pub(crate) recording: Option<PathBuf>,
+    /// File for a page that shows the recording, message by message
+    #[cfg(feature = "simulator")]
+    #[arg(long, value_name = "FILE", requires = "recording")]
+    pub(crate) html: Option<PathBuf>,
+    /// The time at which the page opens, such as 12.5ms; without it where the run went wrong
+    #[cfg(feature = "simulator")]
+    #[arg(long, value_name = "TIME", requires = "html", value_parser = crate::simulator::time)]
+    pub(crate) at: Option<Nanos>,
 }
 
 /// Writes the transfers of all hosts that were named.
 pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
+    #[cfg(feature = "simulator")]
+    if let (Some(recording), Some(html)) = (&args.recording, &args.html) {
+        return crate::simulator::export_page(recording, html, args.at, out);
+    }
     let traces = args.live.iter().map(|path| {
         let fail = |why| CommandError::Input(format!("--live {}: {why}", path.display()));
         fetch(path).map_err(fail)

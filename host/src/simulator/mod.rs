@@ -2,19 +2,26 @@
 //! processes of this machine.
 
 pub mod actors;
+mod draw;
 mod lists;
 mod local_cluster;
 mod outcome;
+pub(crate) mod page;
 mod replay;
 mod run;
 mod scenario_files;
 mod seed_run;
+mod show;
 mod sweep;
 mod table;
+mod timeline;
 
 use crate::process::{CommandError, Exit};
 use clap::Subcommand;
+use kvferry_engine::core::Nanos;
+use kvferry_sim::world::Recording;
 use std::io::Write;
+use std::path::Path;
 
 /// The commands of this room.
 #[derive(Debug, Subcommand)]
@@ -25,6 +32,10 @@ pub(crate) enum SimulatorCommand {
     Sweep(sweep::SweepArgs),
     /// Play a recording to the protocol again and compare
     Replay(replay::ReplayArgs),
+    /// Print messages, faults and landings of a recording
+    Show(show::ShowArgs),
+    /// Write the run that a seed draws as a scenario file
+    Draw(draw::DrawArgs),
     /// Print what scenario files can say
     List(lists::ListArgs),
 }
@@ -41,7 +52,42 @@ pub(crate) fn command(
         SimulatorCommand::Run(args) => run::command(args, out),
         SimulatorCommand::Sweep(args) => sweep::command(args, out),
         SimulatorCommand::Replay(args) => replay::command(args, out),
+        SimulatorCommand::Show(args) => show::command(args, out),
+        SimulatorCommand::Draw(args) => draw::command(args, out),
         SimulatorCommand::List(args) => lists::command(args, out),
     };
     Ok(Exit(verdict?.code()))
+}
+
+pub(crate) use show::time;
+
+/// The recording in a file.
+fn recording_file(path: &Path) -> Result<Recording, CommandError> {
+    let name = path.display();
+    let bytes = std::fs::read(path).map_err(|why| {
+        let text = format!("{name}: cannot read the recording: {why}");
+        CommandError::Input(format!("{text}; make one with `kvferry run FILE --record {name}`"))
+    })?;
+    let recording = Recording(bytes);
+    match recording.read().map(|_| ()) {
+        Ok(()) => Ok(recording),
+        Err(why) => Err(CommandError::Input(format!(
+            "{name}: not a recording: {why}; make one with `kvferry run FILE --record {name}`"
+        ))),
+    }
+}
+
+/// Writes the page of a recording in a file; it opens at a time, or else where the run went wrong.
+///
+/// # Errors
+/// A file that is no recording, or that cannot be written.
+pub(crate) fn export_page(
+    recording: &Path,
+    html: &Path,
+    at: Option<Nanos>,
+    out: &mut dyn Write,
+) -> Result<Exit, CommandError> {
+    page::write(&recording_file(recording)?, html, at)?;
+    writeln!(out, "{}: a browser opens it", html.display())?;
+    Ok(Exit::HELD)
 }

@@ -74,9 +74,9 @@ pub(crate) struct RunOutcome {
     /// Faults of the world's shape that the seed has.
     #[serde(skip)]
     pub(crate) shaped: Vec<FaultKind>,
-    /// Tables of faults that the seed has, by line and kind, and whether they hit.
+    /// How often each table of faults hit that the seed has, by line and kind.
     #[serde(skip)]
-    pub(crate) tables: BTreeMap<(u32, FaultKind), bool>,
+    pub(crate) tables: BTreeMap<(u32, FaultKind), u64>,
     /// How often faults hit, by kind.
     pub(crate) faults: BTreeMap<&'static str, u64>,
     /// The same by phase of the transfers concerned.
@@ -118,8 +118,8 @@ impl LatencyPercentiles {
 }
 
 /// What never hit of these tables.
-pub(crate) fn never_hit(tables: &BTreeMap<(u32, FaultKind), bool>) -> Vec<String> {
-    let never = tables.iter().filter(|(_, hit)| !**hit);
+pub(crate) fn never_hit(tables: &BTreeMap<(u32, FaultKind), u64>) -> Vec<String> {
+    let never = tables.iter().filter(|(_, hits)| **hits == 0);
     never.map(|((line, kind), _)| format!("{kind} of line {line}")).collect()
 }
 
@@ -133,7 +133,7 @@ impl RunOutcome {
             requests,
             unknown: requests,
             shaped: run.shaped.clone(),
-            tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), false)).collect(),
+            tables: run.faults.iter().map(|fault| ((fault.line, fault.kind), 0)).collect(),
             repeat,
             ..RunOutcome::default()
         }
@@ -153,9 +153,7 @@ impl RunOutcome {
         for ((kind, _), hits) in &report.faults {
             *self.faults.entry(kind.name()).or_default() += hits;
         }
-        for (table, hit) in &mut self.tables {
-            *hit = !report.unfired.contains(table);
-        }
+        self.tables = report.fault_tables;
         self.never_hit = never_hit(&self.tables);
         self.coverage = report.faults;
         self.verdict = self.verdict.max(report.verdict);

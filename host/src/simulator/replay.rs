@@ -1,11 +1,12 @@
 //! `replay`: a recording is played to the protocol again.
 
 use crate::process::{CommandError, print_error};
+use crate::simulator::recording_file;
 use crate::simulator::seed_run::{guarded, quiet_panics};
 use crate::simulator::table::grouped;
 use clap::Args;
 use kvferry_sim::replay::{ReplayError, ReplaySummary, replay};
-use kvferry_sim::world::{Recording, RunVerdict};
+use kvferry_sim::world::RunVerdict;
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -22,22 +23,13 @@ pub(crate) struct ReplayArgs {
 /// A file that is no recording, or output that cannot be written.
 pub(crate) fn command(args: &ReplayArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let name = args.recording.display();
-    let bytes = std::fs::read(&args.recording).map_err(|why| {
-        let text = format!("{name}: cannot read the recording: {why}");
-        CommandError::Input(format!("{text}; make one with `kvferry run FILE --record {name}`"))
-    })?;
+    let recording = recording_file(&args.recording)?;
     quiet_panics();
-    match guarded(|| replay(&Recording(bytes))) {
+    match guarded(|| replay(&recording)) {
         Ok(Ok(ReplaySummary { scenario, seed, inputs, effects })) => {
             let (inputs, effects) = (grouped(inputs), grouped(effects));
             writeln!(out, "{scenario} seed {seed}: {inputs} inputs, the same {effects} effects")?;
             Ok(RunVerdict::Held)
-        }
-        Ok(Err(ReplayError::Damaged { records: 0, why })) => {
-            let text = format!("{name}: not a recording: {why}");
-            Err(CommandError::Input(format!(
-                "{text}; make one with `kvferry run FILE --record {name}`"
-            )))
         }
         Ok(Err(why @ ReplayError::Differs { .. })) => {
             print_error(&format!("{name}: {why}"));

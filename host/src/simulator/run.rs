@@ -4,6 +4,7 @@ use crate::instance::FabricArg;
 use crate::process::{CliProgress, CommandError, print_error};
 use crate::simulator::local_cluster::ClusterRun;
 use crate::simulator::outcome::RunOutcome;
+use crate::simulator::page;
 use crate::simulator::scenario_files::{ScenarioSource, find};
 use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics};
 use crate::simulator::table;
@@ -38,6 +39,9 @@ pub(crate) struct RunArgs {
     /// Keep every input and effect of the one scenario in this file, for `replay`
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
+    /// Write a page that shows the one scenario, message by message
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
     /// Print one JSON object per scenario and line
     #[arg(long)]
     pub(crate) json: bool,
@@ -49,7 +53,7 @@ pub(crate) struct RunArgs {
     pub(crate) link_scale: f64,
     /// Where: in the simulator, or as processes of this machine that move host memory by themselves
     /// or by ROCm's MoRI-IO
-    #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record"])]
+    #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record", "html"])]
     pub(crate) fabric: RunFabricArg,
 }
 
@@ -66,9 +70,11 @@ fn scale(text: &str) -> Result<f64, String> {
 /// stderr, and the others are run.
 pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let sources = find(&args.paths)?;
-    if args.record.is_some() && sources.len() != 1 {
-        let text = format!("--record keeps one run, but there are {} scenarios", sources.len());
-        return Err(CommandError::Input(format!("{text}; name one file")));
+    for (file, option) in [(&args.record, "--record"), (&args.html, "--html")] {
+        if file.is_some() && sources.len() != 1 {
+            let text = format!("{option} keeps one run, but there are {} scenarios", sources.len());
+            return Err(CommandError::Input(format!("{text}; name one file")));
+        }
     }
     quiet_panics();
     let mut worst = RunVerdict::Held;
@@ -113,16 +119,17 @@ fn one(
     source: &ScenarioSource,
     watch: &mut dyn FnMut(Nanos, Nanos),
 ) -> Result<Vec<RunOutcome>, CommandError> {
+    let is_kept = args.record.is_some() || args.html.is_some();
     let setup = RunSetup {
         source: source.clone(),
         trace: args.workload_trace.clone(),
         link_scale: args.link_scale,
         actors: args.actors,
-        record: args.record.is_some(),
+        record: is_kept,
     };
     let scenario = setup.load()?;
     let first = scenario.seeds().next();
-    let seeds: Vec<u64> = match args.seed.or(first.filter(|_| args.record.is_some())) {
+    let seeds: Vec<u64> = match args.seed.or(first.filter(|_| is_kept)) {
         Some(seed) => vec![seed],
         None => scenario.seeds().collect(),
     };
@@ -140,15 +147,30 @@ fn one(
     let mut outcomes = Vec::with_capacity(seeds.len());
     for seed in seeds {
         let (outcome, recording) = setup.run_seed(&scenario, seed, again, watch)?;
-        if let (Some(path), Some(recording)) = (&args.record, recording) {
-            keep(path, &recording)?;
+        if is_kept {
+            keep(args, recording.as_ref())?;
         }
         outcomes.push(outcome);
     }
     Ok(outcomes)
 }
 
-fn keep(path: &Path, recording: &Recording) -> Result<(), CommandError> {
+/// Writes what is to be kept of a run.
+fn keep(args: &RunArgs, recording: Option<&Recording>) -> Result<(), CommandError> {
+    let Some(recording) = recording else {
+        print_error("the run panicked, so there is no recording and no page of it");
+        return Ok(());
+    };
+    if let Some(path) = &args.record {
+        write_recording(path, recording)?;
+    }
+    match &args.html {
+        Some(path) => page::write(recording, path, None),
+        None => Ok(()),
+    }
+}
+
+fn write_recording(path: &Path, recording: &Recording) -> Result<(), CommandError> {
     std::fs::write(path, &recording.0).map_err(|why| {
         let text = format!("{}: cannot write the recording: {why}", path.display());
         CommandError::Input(format!("{text}; name a file that can be written"))

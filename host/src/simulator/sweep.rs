@@ -116,8 +116,8 @@ struct SweepTotals {
     full: u64,
     /// Faults of the world's shape that some seed has.
     shaped: BTreeSet<FaultKind>,
-    /// Tables of faults that some seed has, by line and kind, and whether they hit in one.
-    tables: BTreeMap<(u32, FaultKind), bool>,
+    /// How often tables of faults hit that some seed has, by line and kind.
+    tables: BTreeMap<(u32, FaultKind), u64>,
     /// Seeds in which a fault kind hit.
     seeds: BTreeMap<FaultKind, u64>,
     /// How often it hit, by phase of the transfers concerned.
@@ -248,8 +248,8 @@ impl SweepTotals {
         self.events += outcome.events;
         self.full += u64::from(outcome.has_full_link());
         self.shaped.extend(&outcome.shaped);
-        for (table, hit) in &outcome.tables {
-            *self.tables.entry(*table).or_default() |= hit;
+        for (table, hits) in &outcome.tables {
+            *self.tables.entry(*table).or_default() += hits;
         }
         let kinds: BTreeSet<_> = outcome.coverage.keys().map(|(kind, _)| *kind).collect();
         for kind in kinds {

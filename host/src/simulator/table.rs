@@ -41,11 +41,9 @@ pub(crate) fn one(outcome: &RunOutcome) -> String {
     }
     row("failed", caused(outcome.failed, &outcome.failed_causes));
     row("recomputed", caused(outcome.recomputed, &outcome.recomputed_causes));
-    if !outcome.faults.is_empty() {
-        row("faults that hit", hits(outcome));
-    }
-    if !outcome.never_hit.is_empty() {
-        row("faults that never hit", outcome.never_hit.join(", "));
+    // Processes do not tell how often faults hit.
+    if !outcome.trace_hash.is_empty() {
+        fault_rows(outcome).into_iter().for_each(|(name, hits)| row(&name, hits));
     }
     row("bytes moved", bytes(outcome.bytes_moved));
     row("wall time", format!("{:.3} s", outcome.wall_seconds));
@@ -141,6 +139,21 @@ pub(crate) fn trouble(outcome: &RunOutcome, most: usize) -> String {
     }
     text.push_str(&format!("  repeat with: {}\n", outcome.repeat));
     text
+}
+
+/// A row for each table of faults that the run has, with how often it hit, and for each kind that
+/// drawing has worked into the run.
+fn fault_rows(outcome: &RunOutcome) -> Vec<(String, String)> {
+    let tables = outcome.tables.iter().map(|((line, kind), hits)| {
+        let hits = match hits {
+            0 => "never hit".into(),
+            1 => "hit once".into(),
+            hits => format!("hit {} times", grouped(*hits)),
+        };
+        (format!("{kind}, line {line}"), hits)
+    });
+    let shaped = outcome.shaped.iter().map(|kind| (kind.to_string(), "for the whole run".into()));
+    tables.chain(shaped).collect()
 }
 
 /// How often each kind of fault hit.

@@ -4,6 +4,7 @@ use crate::error::ScenarioError;
 use crate::value::{Distribution, MalformedValue, ScenarioValue, one_of};
 use kvferry_engine::text::nearest;
 use std::cell::RefCell;
+use std::ops::Range;
 use std::sync::Arc;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -70,6 +71,7 @@ pub struct TomlField<'a> {
     pub path: String,
     value: &'a DeValue<'a>,
     pub line: u32,
+    bytes: Range<usize>,
 }
 
 /// What a table can be read into; `section!` makes them.
@@ -118,7 +120,8 @@ impl<'a> TomlSection<'a> {
         }
         let (name, value) = self.table?.get_key_value(key)?;
         let line = self.doc.line(name.span().start);
-        Some(TomlField { doc: self.doc, path: self.path(key), value: value.get_ref(), line })
+        let bytes = value.span();
+        Some(TomlField { doc: self.doc, path: self.path(key), value: value.get_ref(), line, bytes })
     }
 
     /// The value of a key, if it is there.
@@ -142,6 +145,12 @@ impl<'a> TomlSection<'a> {
     /// Every key of the table.
     pub fn keys(&self) -> impl Iterator<Item = &'a str> {
         self.table.into_iter().flat_map(|table| table.keys()).map(|key| key.get_ref().as_ref())
+    }
+
+    /// The bytes of the file that hold the value of a key; none if it has no such key.
+    pub fn bytes_of(&self, key: &str) -> Range<usize> {
+        let value = self.table.and_then(|table| table.get(key));
+        value.map_or(0..0, |value| value.span())
     }
 
     /// The line of a key, or of the table if it has no such key.
@@ -199,7 +208,7 @@ impl<'a> TomlField<'a> {
             DeValue::Boolean(value) => value.to_string(),
             other => return Err(self.wrong(type_name(other), &T::form())),
         };
-        let draw = Distribution::parse(&text, self.line).map_err(|why| match why {
+        let mut draw = Distribution::parse(&text, self.line).map_err(|why| match why {
             MalformedValue::Part(part) => self.wrong(&format!("`{part}`"), &T::form()),
             MalformedValue::Backward(range) => {
                 let what = format!("range `{range}` of `{}` starts behind its end", self.path);
@@ -213,6 +222,7 @@ impl<'a> TomlField<'a> {
         if let Some((is, remedy)) = draw.ends().find_map(T::refused) {
             return Err(self.error(format!("`{}` is {is}", self.path), remedy));
         }
+        draw.bytes = self.bytes.clone();
         Ok(draw)
     }
 
@@ -223,6 +233,11 @@ impl<'a> TomlField<'a> {
             let what = format!("`{}` cannot be drawn", self.path);
             self.error(what, "give one value")
         })
+    }
+
+    /// The bytes of the file that hold it.
+    pub fn bytes(&self) -> Range<usize> {
+        self.bytes.clone()
     }
 
     pub fn text(&self) -> Result<&'a str, ScenarioError> {
@@ -260,6 +275,7 @@ impl<'a> TomlField<'a> {
             path: path(&self.path, index),
             value: item.get_ref(),
             line: self.doc.line(item.span().start),
+            bytes: item.span(),
         };
         Ok(items.iter().enumerate().map(field).collect())
     }

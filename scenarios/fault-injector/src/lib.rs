@@ -8,6 +8,7 @@
 
 pub mod decide;
 pub mod doc;
+pub mod draw_log;
 mod error;
 mod fault;
 pub mod file;

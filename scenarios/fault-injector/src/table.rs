@@ -2,6 +2,7 @@
 
 use crate::decide::{self, DecisionKey, below, chance, mix, within};
 use crate::doc::{FileName, FromKey, TomlField, TomlSection};
+use crate::draw_log;
 use crate::error::ScenarioError;
 use crate::fault::{
     DrawnFault, FaultPlace, FaultTrigger, MemoryLayout, PartitionDirection, RaceOrder,
@@ -16,6 +17,7 @@ use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::text::nearest;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 named_values! {
     PartitionDirection: "symmetric" = PartitionDirection::Symmetric, "one-way" = PartitionDirection::OneWay, "node" = PartitionDirection::Node;
@@ -37,6 +39,7 @@ section! {
         pub chance: Option<Distribution<Probability>>;
         on: Option<EventTriggerSpec>;
         pub samples: Distribution<u32> = (2, 4), in (1, 64);
+        decisions: Option<u64>;
         enabled: Distribution<Probability> = Probability(1_000_000);
         target: Option<Distribution<InstanceName>>;
         from: Option<Distribution<InstanceName>>;
@@ -57,8 +60,10 @@ section! {
     } with {
         pub line: u32 = section.line_of("kind");
         /// Names its decisions: by what stands in its table, so that adding or removing another
-        /// fault changes none of them.
-        key: u64 = decide::kind(&section.canonical());
+        /// fault changes none of them, or as the table says.
+        key: u64 = decisions.unwrap_or_else(|| decide::kind(&section.canonical()));
+        /// The bytes of the file that hold its kind.
+        pub kind_bytes: Range<usize> = section.bytes_of("kind");
     }
 }
 
@@ -97,7 +102,7 @@ type InstanceResolver<'a> =
     dyn Fn(&Option<Distribution<InstanceName>>, &str) -> Option<Option<String>> + 'a;
 
 /// The keys that every kind takes.
-const COMMON: [&str; 7] = ["kind", "enabled", "on", "at", "chance", "times", "every"];
+const COMMON: [&str; 8] = ["kind", "enabled", "on", "at", "chance", "times", "every", "decisions"];
 
 impl FaultSpec {
     fn check(&self, section: &TomlSection<'_>) -> Result<(), ScenarioError> {
@@ -167,7 +172,7 @@ impl FaultSpec {
     /// Tells apart faults whose tables say the same.
     pub fn number_twins(faults: &mut [FaultSpec]) {
         let mut twins: BTreeMap<u64, u64> = BTreeMap::new();
-        for fault in faults {
+        for fault in faults.iter_mut().filter(|fault| fault.decisions.is_none()) {
             let twin = twins.entry(fault.key).or_default();
             fault.key = mix(fault.key, *twin);
             *twin += 1;
@@ -231,7 +236,15 @@ impl FaultSpec {
     /// True if the seed has this fault at all.
     pub fn is_on(&self, seed: u64) -> bool {
         let ppm = self.enabled.draw(&self.part(seed, "enabled.rate")).0;
-        chance(self.part(seed, "enabled").get(), ppm)
+        let is_on = chance(self.part(seed, "enabled").get(), ppm);
+        draw_log::resolve(&self.enabled.bytes, if is_on { "1" } else { "0" });
+        is_on
+    }
+
+    /// What `decisions` has to say for the decisions to stay the same whatever else is changed in
+    /// the table; none if it says it.
+    pub fn decisions_to_add(&self) -> Option<u64> {
+        self.decisions.is_none().then_some(self.key)
     }
 
     /// The faults that the simulator injects; none if a named instance does not exist in this
@@ -243,6 +256,7 @@ impl FaultSpec {
             Some(draw) => {
                 let name = draw.draw(&key(part));
                 let found = resolve(&name.0, instances, &key(&name.0))?;
+                draw_log::resolve(&draw.bytes, &found);
                 // DP ranks share the links of their machine.
                 let host = self.is_of_links().then(|| find(instances, &found)).flatten();
                 Some(Some(host.map_or(found, |one| one.host().into())))

@@ -13,11 +13,13 @@
 
 use crate::decide::{DecisionKey, below, within};
 use crate::doc::{FromKey, TomlField};
+use crate::draw_log;
 use crate::error::ScenarioError;
 use crate::fault::DurationRange;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Mode;
 use kvferry_engine::core::verify::Verify;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A type that scenario files can hold.
@@ -26,6 +28,9 @@ pub trait ScenarioValue: Clone + PartialOrd {
     fn form() -> String;
 
     fn parse(text: &str) -> Option<Self>;
+
+    /// The text that is read as this value.
+    fn spelled(&self) -> String;
 
     /// The value at `uniform` of the way from `min` to `max`; `None` if the type has no ranges.
     fn between(_min: &Self, _max: &Self, _uniform: u64) -> Option<Self> {
@@ -45,6 +50,8 @@ pub struct Distribution<T> {
     ranges: Vec<(T, T)>,
     /// Where it stands; 0 for a default.
     pub line: u32,
+    /// The bytes of the file that hold it; none for a default.
+    pub bytes: Range<usize>,
 }
 
 /// Why a text is no [`Distribution`].
@@ -67,7 +74,7 @@ impl<T: ScenarioValue> From<T> for Distribution<T> {
 /// Anything from the first to the second.
 impl<T> From<(T, T)> for Distribution<T> {
     fn from(range: (T, T)) -> Distribution<T> {
-        Distribution { ranges: vec![range], line: 0 }
+        Distribution { ranges: vec![range], line: 0, bytes: 0..0 }
     }
 }
 
@@ -95,7 +102,7 @@ impl<T: ScenarioValue> Distribution<T> {
             }
             ranges.push(range);
         }
-        Ok(Distribution { ranges, line })
+        Ok(Distribution { ranges, line, bytes: 0..0 })
     }
 
     fn pick(&self, key: &DecisionKey) -> &(T, T) {
@@ -106,10 +113,12 @@ impl<T: ScenarioValue> Distribution<T> {
     /// The value for a key. Every choice is equally likely, and every value of a range.
     pub fn draw(&self, key: &DecisionKey) -> T {
         let (min, max) = self.pick(key);
-        if min == max {
-            return min.clone();
-        }
-        T::between(min, max, key.get()).expect("ranges are refused when parsed")
+        let drawn = match min == max {
+            true => min.clone(),
+            false => T::between(min, max, key.get()).expect("ranges are refused when parsed"),
+        };
+        draw_log::add(&self.bytes, || drawn.spelled());
+        drawn
     }
 
     /// The only value, if there is only one.
@@ -149,6 +158,10 @@ impl Distribution<Nanos> {
     /// Decides the choice and keeps the range, to be drawn at each use.
     pub fn span(&self, key: &DecisionKey) -> DurationRange {
         let (min, max) = *self.pick(key);
+        draw_log::add(&self.bytes, || match min == max {
+            true => min.spelled(),
+            false => format!("{}..{}", min.spelled(), max.spelled()),
+        });
         DurationRange { min, max }
     }
 }
@@ -162,6 +175,10 @@ macro_rules! whole_number {
 
             fn parse(text: &str) -> Option<Self> {
                 if text.starts_with('+') { None } else { text.replace('_', "").parse().ok() }
+            }
+
+            fn spelled(&self) -> String {
+                self.to_string()
             }
 
             fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self> {
@@ -188,6 +205,10 @@ macro_rules! measured {
             fn parse(text: &str) -> Option<Self> {
                 let value = scaled(text, &[$(($unit, $factor)),*])?;
                 Some($type(<$inner>::try_from(value).ok()?))
+            }
+
+            fn spelled(&self) -> String {
+                spelled(self.0.into(), &[$(($unit, $factor)),*])
             }
 
             fn between(min: &Self, max: &Self, uniform: u64) -> Option<Self> {
@@ -289,6 +310,22 @@ fn scaled(text: &str, units: &[(&str, u64)]) -> Option<u64> {
     (value % denominator == 0).then(|| u64::try_from(value / denominator).ok())?
 }
 
+/// A number in the largest unit of which it is a whole number, or in decimals of the only unit.
+fn spelled(value: u64, units: &[(&str, u64)]) -> String {
+    let whole = units.iter().filter(|(_, factor)| value.is_multiple_of(*factor));
+    let largest =
+        whole.max_by_key(|(_, factor)| if value == 0 { u64::MAX - factor } else { *factor });
+    match (largest, units) {
+        (Some((unit, factor)), _) => format!("{}{unit}", value / factor),
+        (None, [(unit, factor), ..]) => {
+            let digits = factor.ilog10() as usize;
+            let fraction = format!("{:0digits$}", value % factor);
+            format!("{}.{}{unit}", value / factor, fraction.trim_end_matches('0'))
+        }
+        (None, []) => unreachable!("a measure has units"),
+    }
+}
+
 /// A name of an instance or of a group of them.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct InstanceName(pub Arc<str>);
@@ -301,6 +338,10 @@ impl ScenarioValue for InstanceName {
     fn parse(text: &str) -> Option<Self> {
         let legal = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         (!text.is_empty() && text.chars().all(legal)).then(|| InstanceName(text.into()))
+    }
+
+    fn spelled(&self) -> String {
+        self.0.to_string()
     }
 }
 
@@ -315,7 +356,7 @@ macro_rules! literal_keys {
     )*};
 }
 
-literal_keys!(u8 u32 Nanos Probability InstanceName);
+literal_keys!(u8 u32 u64 Nanos Probability InstanceName);
 
 /// Makes types with named values readable.
 #[macro_export]
@@ -332,6 +373,12 @@ macro_rules! named_values {
                     $($name => Some($value),)*
                     _ => None,
                 }
+            }
+
+            fn spelled(&self) -> String {
+                let values = [$(($name, $value)),*];
+                let named = values.into_iter().find(|(_, value)| value == self);
+                named.map(|(name, _)| name.into()).expect("every value has a name")
             }
         }
     )*};
@@ -366,6 +413,25 @@ mod tests {
         assert_eq!(Bandwidth::parse("400Gb/s"), Some(Bandwidth(50_000_000_000)));
         assert_eq!(Probability::parse("0.25"), Some(Probability(250_000)));
         assert_eq!(Femtoseconds::parse("30ps"), Some(Femtoseconds(30_000)));
+    }
+
+    #[test]
+    fn what_is_spelled_is_read_as_the_same() {
+        fn holds<T: ScenarioValue + std::fmt::Debug>(value: T, text: &str) {
+            assert_eq!(value.spelled(), text);
+            assert_eq!(T::parse(text), Some(value));
+        }
+        holds(Nanos(0), "0ns");
+        holds(Nanos(1_500), "1500ns");
+        holds(Nanos(2_000_000), "2ms");
+        holds(ByteVolume(64 << 10), "64KiB");
+        holds(ByteSize(4097), "4097B");
+        holds(Bandwidth(50_000_000_000), "400Gb/s");
+        holds(Probability(1_000_000), "1");
+        holds(Probability(2_500), "0.0025");
+        holds(ScaleFactor(1_500), "1.5");
+        holds(Verify::Sample, "sample");
+        holds(InstanceName("p0".into()), "p0");
     }
 
     #[test]

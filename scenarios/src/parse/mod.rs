@@ -1,5 +1,6 @@
 //! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
 
+mod drawn;
 mod limits;
 mod model;
 mod payloads;
@@ -19,6 +20,7 @@ use crate::run::{
     WorkloadStream,
 };
 use crate::value::Distribution;
+pub use drawn::drawn;
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::verify::Verify;

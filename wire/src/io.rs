@@ -203,10 +203,10 @@ impl ZmqIoThread {
     fn ready(&mut self, token: u64, flags: epoll::EventFlags) {
         use epoll::EventFlags as Flags;
         if token >= BELL {
-            if let Some(listener) = token.checked_sub(LISTENERS) {
-                if let Some(listener) = self.listeners.get_mut(listener as usize) {
-                    listener.is_due = true;
-                }
+            if let Some(listener) = token.checked_sub(LISTENERS)
+                && let Some(listener) = self.listeners.get_mut(listener as usize)
+            {
+                listener.is_due = true;
             }
             return;
         }

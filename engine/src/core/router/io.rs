@@ -40,13 +40,13 @@ pub enum RouterInput {
         /// True if legs may be sent there.
         answers: bool,
     },
-    /// Let the instances go, so that they register with another router; serve on with what they said
-    /// last.
-    Release,
     /// Take no new requests; finish those there are.
     Drain,
     /// A deadline may be due.
     Tick,
+    /// Let the instances go, so that they register with another router; serve on with what they said
+    /// last.
+    Release,
 }
 
 /// What a proof says of registrations.

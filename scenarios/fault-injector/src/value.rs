@@ -426,7 +426,7 @@ mod tests {
         holds(Nanos(2_000_000), "2ms");
         holds(ByteVolume(64 << 10), "64KiB");
         holds(ByteSize(4097), "4097B");
-        holds(Bandwidth(50_000_000_000), "400Gb/s");
+        holds(Bandwidth(50_000_000_000), "50GB/s");
         holds(Probability(1_000_000), "1");
         holds(Probability(2_500), "0.0025");
         holds(ScaleFactor(1_500), "1.5");

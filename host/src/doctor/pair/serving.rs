@@ -164,9 +164,10 @@ impl<'a> Served<'a> {
         if ports.len() > PORTS_MAX {
             return Err(format!("more than {PORTS_MAX} ports"));
         }
-        let found = joined(host, 0).to_socket_addrs().map_err(|why| format!("{host}: {why}"))?;
+        let mut found =
+            joined(host, 0).to_socket_addrs().map_err(|why| format!("{host}: {why}"))?;
         let is_own = |address: std::net::SocketAddr| address.ip().to_canonical() == self.from;
-        if !self.is_proven && !found.map(is_own).all(|own| own) {
+        if !self.is_proven && !found.all(is_own) {
             return Err(format!(
                 "without a secret no address is connected to but {}, which this comes from, and its \
                  host-ip is {host}",

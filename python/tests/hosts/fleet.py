@@ -1,0 +1,155 @@
+"""A router and instances on hosts of their own, and clients that look at every answer."""
+
+import http.client
+import itertools
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from started import line_of
+from wires import Wires
+
+# Longer than any time that a request may take by the settings below: who waits so long hangs.
+HANG_S = 90.0
+CLIENTS = 4
+
+
+@dataclass
+class Answer:
+    """What became of a request."""
+
+    begun: float
+    ended: float
+    # None if there was no answer within HANG_S.
+    status: int | None
+    # What the instance says of the KV.
+    kv: dict = field(default_factory=dict)
+    why: str = ""
+
+    def is_wrong(self) -> bool:
+        return self.status == 200 and self.kv["digest"] != self.kv["expected"]
+
+    def is_transferred(self) -> bool:
+        return self.status == 200 and self.kv["source"] == "transferred"
+
+
+class Fleet:
+    """A router `r` and instances, `p...` prefills and `d...` decodes, by the names of their hosts."""
+
+    def __init__(self, wires: Wires, mode: str, folder: Path):
+        self.wires, self.mode, self.folder = wires, mode, folder
+        self.secret = folder / "secret"
+        if not self.secret.exists():
+            self.secret.write_text("0123456789abcdef0123456789abcdef")
+            self.secret.chmod(0o400)
+        self.processes: dict[str, subprocess.Popen] = {}
+        self.instances: dict[str, dict] = {}
+        self.http = f"{wires.address('r')}:8000"
+        try:
+            for name in wires.names:
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, name: str) -> None:
+        address, router = self.wires.address(name), self.wires.address("r")
+        command = [os.environ["KVFERRY_BIN"]]
+        if name == "r":
+            command += ["router", "--json", "--listen", self.http, "--discovery", f"{address}:36367"]
+            command += ["--admin-addr", f"{address}:29000", "--answer-timeout", "60", "--idle-timeout", "60"]
+            command += ["--require-signed"]
+        else:
+            role = "prefill" if name.startswith("p") else "decode"
+            command += ["serve", "--role", role, "--mode", self.mode, "--host", address]
+            command += ["--proxy", f"{router}:36367"]
+        command += ["--secret-file", str(self.secret)]
+        with (self.folder / f"{name}.log").open("a") as log:
+            process = self.wires.start(name, command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL)
+        self.processes[name] = process
+        self.instances[name] = json.loads(line_of(process))
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+    def get(self, name: str, address: str, path: str) -> str:
+        """The body of a page, asked for on that host."""
+
+        def ask() -> str:
+            connection = http.client.HTTPConnection(address, timeout=HANG_S)
+            connection.request("GET", path)
+            return connection.getresponse().read().decode()
+
+        return self.wires.on(name, ask)
+
+    def held(self) -> dict[str, str]:
+        """KV blocks that each instance holds, as its metrics have them."""
+        pages = {name: self.get(name, it["http"], "/metrics") for name, it in self.instances.items() if name != "r"}
+        return {name: _value(page, "kvferry_blocks_held") for name, page in pages.items()}
+
+
+def _value(page: str, name: str) -> str:
+    lines = (line.split() for line in page.splitlines())
+    return next(words[-1] for words in lines if words and words[0].split("{")[0] == name)
+
+
+class Clients:
+    """They ask one request after the other, each with a prompt of its own, until they are told to end."""
+
+    def __init__(self, fleet: Fleet):
+        self.fleet = fleet
+        self.answers: list[Answer] = []
+        self.numbers = itertools.count()
+        self.is_over = threading.Event()
+        self.threads = [threading.Thread(target=fleet.wires.on, args=("r", self._ask_on)) for _ in range(CLIENTS)]
+
+    def __enter__(self) -> "Clients":
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_over.set()
+        for thread in self.threads:
+            thread.join()
+
+    def _ask_on(self) -> None:
+        while not self.is_over.is_set():
+            self.answers.append(self._ask(next(self.numbers)))
+            # What is refused at once is not asked for without end.
+            if self.answers[-1].status != 200:
+                self.is_over.wait(0.05)
+
+    def _ask(self, number: int) -> Answer:
+        # Of 64 to 1,087 tokens, 1 to 17 MiB of KV.
+        prompt = [number % 251, number // 251 % 251, *(at % 251 for at in range(62 + number * 37 % 1024))]
+        body = {"model": "kvferry-tiny", "prompt": prompt, "max_tokens": 4}
+        begun = time.monotonic()
+        try:
+            connection = http.client.HTTPConnection(self.fleet.http, timeout=HANG_S)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            response = connection.getresponse()
+            text = response.read()
+            connection.close()
+        except TimeoutError:
+            return Answer(begun, time.monotonic(), None)
+        if response.status != 200:
+            return Answer(begun, time.monotonic(), response.status, why=text.decode())
+        return Answer(begun, time.monotonic(), 200, json.loads(text)["kvferry"])
+
+    def served_since(self, moment: float, number: int) -> bool:
+        """True if of the requests that began after that so many in a row were served by a hand-over."""
+        since = [answer for answer in list(self.answers) if answer.begun >= moment]
+        row = 0
+        for answer in sorted(since, key=lambda answer: answer.ended):
+            row = row + 1 if answer.is_transferred() else 0
+            if row >= number:
+                return True
+        return False

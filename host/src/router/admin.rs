@@ -6,10 +6,10 @@ use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::pool::ConnectionPool;
 use crate::instance::metrics_page;
-use axum::response::{IntoResponse, Response};
+use axum::response::{Html, IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::header::{AUTHORIZATION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
@@ -155,6 +155,13 @@ fn json(status: StatusCode, value: &impl Serialize) -> Response {
             HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, &why.to_string()).into_response()
         }
     }
+}
+
+/// A page that shows what the paths here tell, and asks them again every two seconds.
+pub(super) fn status_page() -> Response {
+    let policy = "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src \
+                  'unsafe-inline'; frame-ancestors 'none'";
+    ([(CONTENT_SECURITY_POLICY, policy)], Html(include_str!("status.html"))).into_response()
 }
 
 impl Admin {

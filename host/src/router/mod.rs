@@ -277,6 +277,7 @@ fn app(handler: Arc<RequestHandler>, admin: &Admin) -> Router {
 fn admin_app(admin: &Admin) -> Router {
     let [workers, list, rejected, metrics] = ADMIN_PATHS;
     let app = Router::new()
+        .route("/", get(|| async { admin::status_page() }))
         .route("/readiness", told!(admin, readiness))
         .route(workers, told!(admin, workers))
         .route(list, told!(admin, workers))

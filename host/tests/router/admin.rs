@@ -107,3 +107,27 @@ async fn metrics_count() {
     let page = router.get("/metrics").await;
     assert!(page.body.ends_with("# EOF\n"));
 }
+
+#[tokio::test]
+async fn the_status_page_asks_for_what_the_router_tells() {
+    let (router, _p, _d) = pair(Mode::Push, &[]).await;
+    let page = router.get("/").await;
+    assert_eq!((page.status, page.header("content-type")), (200, "text/html; charset=utf-8"));
+    assert!(
+        page.header("content-security-policy")
+            .starts_with("default-src 'none'; connect-src 'self'")
+    );
+    assert!(!page.body.contains("://"), "it needs nothing from elsewhere");
+    // What instances say of themselves is not to be read as HTML.
+    assert!(!page.body.contains("innerHTML"));
+    let asked =
+        page.body.split_once("Promise.all([").and_then(|(_, rest)| rest.split_once("].map"));
+    let asked: Vec<_> =
+        asked.expect("it asks").0.split(", ").map(|it| it.trim_matches('"')).collect();
+    assert_eq!(asked, ["readiness", "workers", "registrations/rejected", "metrics"]);
+    for path in asked {
+        assert_eq!(router.get(&format!("/{path}")).await.status, 200, "{path}");
+    }
+    // Clients have no such page.
+    assert_eq!(router.get_of_client("/").await.status, 404);
+}

@@ -40,7 +40,7 @@ pub(in super::super) fn serve(args: &DoctorArgs, at: &str, secret: Option<PathBu
             Ok(stream) => stream,
             Err(why) => return Check::fail(SERVED, format!("{address}: {why}"), "wait again"),
         };
-        match Served::attend(&side, stream) {
+        match AttendedDoctor::attend(&side, stream) {
             Ok(check) => return check,
             // A scan of ports, or a probe, is no reason to wait no more.
             Err(who) => drop(writeln!(err, "note: {who}")),
@@ -58,7 +58,7 @@ fn more(args: &DoctorArgs) -> &'static str {
 }
 
 /// One doctor that has connected.
-struct Served<'a> {
+struct AttendedDoctor<'a> {
     side: &'a PairSide<'a>,
     line: DoctorConnection,
     from: IpAddr,
@@ -71,7 +71,7 @@ struct Served<'a> {
     failed: Option<ChildExit>,
 }
 
-impl<'a> Served<'a> {
+impl<'a> AttendedDoctor<'a> {
     /// Does what one asks, until it is done.
     ///
     /// # Errors
@@ -103,7 +103,7 @@ impl<'a> Served<'a> {
         let (from, is_proven) = (from.ip().to_canonical(), false);
         let (theirs, bench, failed) = (hello, None, None);
         let mut served =
-            Served { side, line, from, local, theirs, is_proven, expected, bench, failed };
+            AttendedDoctor { side, line, from, local, theirs, is_proven, expected, bench, failed };
         let is_done = served.run();
         Ok(served.outcome(is_done))
     }

@@ -4,12 +4,12 @@ import itertools
 import json
 import os
 import subprocess
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from vllm_router import START_S, VllmRouter
+from started import line_of
+from vllm_router import VllmRouter
 
 MODES = ["push", "pull"]
 # Together a minute.
@@ -21,11 +21,7 @@ def serve(role: str, mode: str, discovery: int) -> subprocess.Popen:
     command = [os.environ["KVFERRY_BIN"], "serve", "--role", role, "--mode", mode]
     command += ["--proxy", f"127.0.0.1:{discovery}"]
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    late = threading.Timer(START_S, child.kill)
-    late.start()
-    line = child.stdout.readline()
-    late.cancel()
-    assert line, f"{role} instance does not start"
+    line_of(child)
     return child
 
 

@@ -7,10 +7,10 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::io::{self, BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of a line at most.
-const LINE_MAX: u64 = 64 << 10;
+const LINE_MAX: usize = 64 << 10;
 
 /// Bytes that are sent in one go where it is tried whether large segments arrive: some hundred of
 /// those of jumbo frames.
@@ -179,20 +179,29 @@ impl DoctorConnection {
         self.reader.get_mut().write_all(&line)
     }
 
-    /// The next line, within this time for each part of it.
+    /// The next line, within this time, however it comes.
     ///
     /// # Errors
     /// It does not come, or is another thing.
     pub(super) fn recv<T: DeserializeOwned>(&mut self, within: Duration) -> io::Result<T> {
-        self.stream().set_read_timeout(Some(within))?;
-        let mut line = String::new();
-        let read = self.reader.by_ref().take(LINE_MAX).read_line(&mut line);
-        read.map_err(|why| silent(why, within))?;
-        match line.ends_with('\n') {
-            true => Ok(serde_json::from_str(&line)?),
-            false if line.is_empty() => Err(ErrorKind::UnexpectedEof.into()),
-            false => Err(io::Error::other("a line that does not end")),
+        let until = Instant::now() + within;
+        let mut line = Vec::new();
+        while !line.ends_with(b"\n") {
+            // A time of zero would be none.
+            let left = until.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
+            self.stream().set_read_timeout(Some(left))?;
+            let part = self.reader.fill_buf().map_err(|why| silent(why, within))?;
+            if part.is_empty() {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+            let len = part.iter().position(|byte| *byte == b'\n').map_or(part.len(), |at| at + 1);
+            line.extend_from_slice(&part[..len]);
+            self.reader.consume(len);
+            if line.len() > LINE_MAX {
+                return Err(io::Error::other("a line that does not end"));
+            }
         }
+        Ok(serde_json::from_slice(&line)?)
     }
 
     /// Asks, and waits for the answer.
@@ -236,5 +245,31 @@ fn silent(why: io::Error, within: Duration) -> io::Error {
             io::Error::new(ErrorKind::TimedOut, text)
         }
         _ => why,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+    use std::thread;
+
+    #[test]
+    fn a_line_that_comes_byte_by_byte_has_no_more_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let mut from =
+            TcpStream::connect(listener.local_addr().expect("bound")).expect("it listens");
+        let (to, _) = listener.accept().expect("it connects");
+        // Until the other end is gone.
+        let slow = thread::spawn(move || {
+            while from.write_all(b" ").is_ok() {
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let mut line = DoctorConnection::new(to).expect("a connection");
+        let said = line.recv::<DoctorRequest>(Duration::from_millis(30));
+        assert_eq!(said.expect_err("no line").kind(), ErrorKind::TimedOut);
+        drop(line);
+        slow.join().expect("it ends");
     }
 }

@@ -22,10 +22,10 @@ fn requests_above_the_limit_of_a_core_fail_because_its_table_is_full() {
 }
 
 #[test]
-fn what_the_router_cannot_hold_has_no_instance() {
+fn what_the_router_cannot_hold_is_its_overload() {
     for report in reports("router-queue-full.toml") {
         let causes: Vec<_> = report.failure_causes.keys().collect();
-        assert_eq!(causes, ["no instance"]);
+        assert_eq!(causes, ["overload of the router"]);
     }
 }
 

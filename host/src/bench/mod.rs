@@ -19,7 +19,7 @@ mod tests;
 
 pub(crate) use args::BenchArgs;
 
-use crate::process::{CliProgress, CommandError, Exit, follow_parent, print_error};
+use crate::process::{CliProgress, CommandError, Exit, dial, follow_parent, print_error};
 use args::{BenchPlan, brief};
 use batch::BatchShape;
 use child::BenchChild;
@@ -28,11 +28,8 @@ use harness::{PEER, PlaneHarness};
 use kvferry_engine::fabric::Direction;
 use measure::{BenchCase, BenchSession};
 use report::BenchRow;
-use std::fmt::Display;
 use std::io::Write;
-use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::Arc;
-use std::time::Duration;
 
 /// Measures, or is the other side.
 ///
@@ -66,7 +63,11 @@ fn measure(
     to: &str,
     out: &mut dyn Write,
 ) -> Result<Exit, CommandError> {
-    let stream = dial(to, plan.patience)?;
+    let stream = dial(to, plan.patience).map_err(|why| {
+        CommandError::Input(format!(
+            "--to {to}: cannot connect: {why}; start `kvferry bench --serve ADDR:PORT` there, and give its address"
+        ))
+    })?;
     let host = args.host(stream.local_addr()?.ip())?;
     let line = BenchConnection::new(stream)
         .map_err(|why| CommandError::Input(format!("--to {to}: {why}")))?;
@@ -92,24 +93,6 @@ fn measure(
     }
     measured?;
     check_bytes(args, &mut lane, &wanted.kinds, theirs.of_host, out)
-}
-
-/// Connects to the side that waits.
-fn dial(to: &str, patience: Duration) -> Result<TcpStream, CommandError> {
-    let failed = |why: &dyn Display| {
-        CommandError::Input(format!(
-            "--to {to}: cannot connect: {why}; start `kvferry bench --serve ADDR:PORT` there, and give its address"
-        ))
-    };
-    let addresses: Vec<SocketAddr> = to.to_socket_addrs().map_err(|why| failed(&why))?.collect();
-    let mut last = failed(&"the name has no address");
-    for address in &addresses {
-        match TcpStream::connect_timeout(address, patience) {
-            Ok(stream) => return Ok(stream),
-            Err(why) => last = failed(&why),
-        }
-    }
-    Err(last)
 }
 
 /// Agrees with the other side, and opens the session to its memory.

@@ -222,7 +222,7 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, Co
     if let Some(at) = &args.serve {
         // It may wait for long.
         out.flush()?;
-        let check = pair::serve(args, at, secret_of(args));
+        let check = pair::serve(args, at, trust::secret_file(args, resolved(args).as_ref().ok()));
         is_fit &= check.status != CheckStatus::Fail;
         tell(args, &check, out)?;
     }
@@ -245,8 +245,8 @@ fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), Com
 
 fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Check> {
     let trial = peer::trial(args.timeout);
-    let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
-    let config = host.resolve(std::env::vars_os());
+    let config = resolved(args);
+    let secret = trust::secret_file(args, config.as_ref().ok());
     let mut checks = vec![
         attach::cross_memory(&trial, &attach::PtraceRights::read(&roots.proc), args.kv_memory),
         attach::memory_file(&trial),
@@ -268,16 +268,15 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
         checks.extend(mori_checks::mori(args));
     }
     if let Some(to) = &args.peer {
-        checks.extend(pair::with_peer(args, to, secret_of(args)));
+        checks.extend(pair::with_peer(args, to, secret));
     }
     checks
 }
 
-/// The file of the secret that a server with these arguments would have.
-fn secret_of(args: &DoctorArgs) -> Option<PathBuf> {
+/// What a host would have of its file and the environment.
+fn resolved(args: &DoctorArgs) -> Result<SidecarConfig, String> {
     let host = HostArgs { config: args.config.clone(), given: ConfigLayer::default() };
-    let config = host.resolve(std::env::vars_os()).ok();
-    args.secret_file.clone().or_else(|| config.and_then(|it| it.operator.fabric.trust.secret_file))
+    host.resolve(std::env::vars_os())
 }
 
 /// What `kvferry host` would take from file and environment.

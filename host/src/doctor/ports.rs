@@ -2,8 +2,9 @@
 
 use super::{Check, DoctorArgs};
 use crate::instance::remedy;
+use crate::process;
 use kvferry_engine::fabric::bracketed;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::Duration;
 
@@ -80,19 +81,12 @@ fn taken(name: &'static str, address: &str, why: &io::Error) -> Check {
     Check::fail(name, format!("{address}: cannot listen there: {why}"), remedy)
 }
 
-/// Connects to the first of the name's addresses that takes connections.
+/// A connection there, if it takes any.
 ///
 /// # Errors
-/// The name has no address, or why the last one takes none.
+/// As [`process::dial`].
 pub(super) fn dial(address: &str) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(ErrorKind::NotFound, "the name has no address");
-    for one in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&one, PATIENCE) {
-            Ok(stream) => return Ok(stream),
-            Err(why) => last = why,
-        }
-    }
-    Err(last)
+    process::dial(address, PATIENCE)
 }
 
 /// Whether something listens where the router is to be.
@@ -116,6 +110,7 @@ mod tests {
     use super::super::CheckStatus;
     use super::*;
     use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+    use std::io::ErrorKind;
 
     fn refused(kind: ErrorKind) -> String {
         let check = taken("notify-port", "10.0.0.1:80", &kind.into());

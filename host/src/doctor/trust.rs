@@ -5,6 +5,7 @@ use crate::instance::{InstanceTrust, TrustSettings};
 use crate::sidecar::config::SidecarConfig;
 use kvferry_engine::core::verify::Verify;
 use kvferry_trust::{NetworkTrust, SecretFile};
+use std::path::PathBuf;
 
 const NAME: &str = "trust";
 
@@ -15,7 +16,7 @@ pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -
         return Check::skip(NAME, "the configuration cannot be used");
     };
     let mut peers = config.operator.fabric.trust.clone();
-    peers.secret_file = args.secret_file.clone().or(peers.secret_file);
+    peers.secret_file = secret_file(args, Some(config));
     peers.insecure_network |= args.insecure_network;
     let (host, settings) =
         (&*args.host_ip, TrustSettings { peers, moriio_peers: None, verify: Verify::Off });
@@ -49,4 +50,10 @@ pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -
             }
         }
     }
+}
+
+/// The file of the fleet's secret that the server would have.
+pub(super) fn secret_file(args: &DoctorArgs, config: Option<&SidecarConfig>) -> Option<PathBuf> {
+    let configured = config.and_then(|config| config.operator.fabric.trust.secret_file.clone());
+    args.secret_file.clone().or(configured)
 }

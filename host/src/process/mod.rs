@@ -1,6 +1,7 @@
 //! What every command shares with the others: how it ends, its logs, signals and standard output,
 //! values of arguments, and how results are laid out.
 
+mod dial;
 mod exit;
 mod listener;
 pub(crate) mod logs;
@@ -11,6 +12,7 @@ mod progress;
 mod signals;
 mod stdout;
 
+pub(crate) use dial::dial;
 pub(crate) use exit::{CommandError, Exit, print_error};
 pub(crate) use kvferry_fabric_common::lock;
 pub(crate) use listener::{PatientListener, open_files_max, raise_open_files};

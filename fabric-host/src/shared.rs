@@ -30,15 +30,15 @@ const QUIET_ROUNDS: u32 = 4;
 /// What rarely happens; completions have a ring of their own.
 #[derive(Debug)]
 pub(crate) enum HostWorkerEvent {
-    /// A dialled link can be used, once the owner has given it to its thread, before which nothing
-    /// that happens to it is told; or it could not be had.
-    Dialled { dial: u64, result: Result<DialledLink, HostDialError> },
+    /// Dialled links can be used, once the owner has given them to their threads, before which
+    /// nothing that happens to them is told; or they could not be had.
+    Dialled { dial: u64, result: Result<Vec<DialledLink>, HostDialError> },
     /// A link ended; `proven` if nothing sent by it can land any more.
     LinkDown { link: u64, proven: bool },
     /// Answer to an opening.
     Opened { session: SessionId, link: u64, result: Result<NegotiatedPaths, SessionDenial> },
-    /// Nothing of the session lands here (`local`) or at the peer any more.
-    Closed { session: SessionId, local: bool },
+    /// Nothing of the session lands by the link here (`local`) or at the peer any more.
+    Closed { session: SessionId, link: u64, local: bool },
 }
 
 /// A link, and what its thread has to serve.
@@ -155,6 +155,26 @@ impl HostPlaneShared {
 
     fn worker_number(&self, link: u64) -> usize {
         (link % self.workers.len() as u64) as usize
+    }
+
+    /// A number for a link beside others of the same peer: its thread has the fewest of them.
+    pub(crate) fn fresh_link(&self, beside: impl Iterator<Item = u64>) -> u64 {
+        let mut loads = vec![0_u32; self.workers.len()];
+        beside.for_each(|link| loads[self.worker_number(link)] += 1);
+        let least = loads.iter().min().copied();
+        loop {
+            let id = self.fresh();
+            if Some(loads[self.worker_number(id)]) == least {
+                return id;
+            }
+        }
+    }
+
+    /// A number for a link of a peer that dialled.
+    pub(crate) fn fresh_inbound(&self, who: &PlaneIdentity) -> u64 {
+        let state = lock(&self.state);
+        let its = state.inbound.values().filter(|link| link.who == *who);
+        self.fresh_link(its.map(|link| link.id))
     }
 
     /// The thread of a link.

@@ -1,5 +1,6 @@
 //! The process that initiates and measures.
 
+use super::raw_tcp::RawStreams;
 use super::target::{CHILD, WAYS, cpu, plane};
 use super::workload::{AttachCall, LatencyStats, POOL, Workload, attach, fill, is_filled};
 use kvferry_engine::core::time::Nanos;
@@ -36,13 +37,15 @@ pub(crate) enum CopyMethod {
     Tcp,
     /// The same by TLS.
     EncryptedTcp,
+    /// Nothing but the system calls, by so many streams.
+    RawTcp(usize),
     /// From the child: this side copies.
     SharedRead,
     CrossRead,
 }
 
 impl CopyMethod {
-    pub(crate) const ALL: [CopyMethod; 11] = [
+    pub(crate) const ALL: [CopyMethod; 14] = [
         CopyMethod::Memcpy,
         CopyMethod::MemcpyFar,
         CopyMethod::Shared,
@@ -52,6 +55,9 @@ impl CopyMethod {
         CopyMethod::AttachFar,
         CopyMethod::Cross,
         CopyMethod::CrossRead,
+        CopyMethod::RawTcp(1),
+        CopyMethod::RawTcp(2),
+        CopyMethod::RawTcp(4),
         CopyMethod::Tcp,
         CopyMethod::EncryptedTcp,
     ];
@@ -67,6 +73,9 @@ impl CopyMethod {
             CopyMethod::Cross => "cross-memory",
             CopyMethod::Tcp => "tcp",
             CopyMethod::EncryptedTcp => "encrypted tcp",
+            CopyMethod::RawTcp(1) => "raw tcp",
+            CopyMethod::RawTcp(2) => "raw tcp, 2",
+            CopyMethod::RawTcp(_) => "raw tcp, 4",
             CopyMethod::SharedRead => "shared, read",
             CopyMethod::CrossRead => "cross, read",
         }
@@ -82,6 +91,7 @@ impl CopyMethod {
         match self {
             CopyMethod::Memcpy | CopyMethod::MemcpyFar => None,
             CopyMethod::Attach | CopyMethod::AttachRead | CopyMethod::AttachFar => None,
+            CopyMethod::RawTcp(_) => None,
             CopyMethod::Shared | CopyMethod::SharedRead => at(DataPath::SharedMemory, false),
             CopyMethod::Cross | CopyMethod::CrossRead => at(DataPath::CrossMemory, false),
             CopyMethod::Tcp => at(DataPath::Tcp, false),
@@ -109,6 +119,8 @@ pub(crate) struct Initiator {
     planes: Vec<HostPlane>,
     /// The child's pool in its address space, and the port of its echo.
     far: (u64, u16),
+    /// To the child.
+    raw: Option<RawStreams>,
     op: u64,
     seed: u64,
 }
@@ -135,9 +147,9 @@ impl Initiator {
         let tell = child.stdin.take().expect("piped");
         let told = BufReader::new(child.stdout.take().expect("piped"));
         let pool = MemfdPool::new(POOL, HugePages::No).expect("a pool");
-        let (copy, planes) = (vec![1; POOL as usize], Vec::new());
+        let (copy, planes, far) = (vec![1; POOL as usize], Vec::new(), (0, 0));
         let mut near =
-            Initiator { child, tell, told, pool, copy, planes, far: (0, 0), op: 0, seed: 0 };
+            Initiator { child, tell, told, pool, copy, planes, far, raw: None, op: 0, seed: 0 };
         for way in WAYS {
             let line = near.hear();
             let (address, desc) = line.split_once(' ').expect("two words");
@@ -154,8 +166,10 @@ impl Initiator {
         }
         fs::remove_file(secret).expect("it is there");
         let line = near.hear();
-        let (base, port) = line.split_once(' ').expect("two words");
-        near.far = (base.parse().expect("a number"), port.parse().expect("a port"));
+        let mut words = line.split(' ').map(|word| word.parse().expect("a number"));
+        let mut word = || words.next().expect("three words");
+        near.far = (word(), word() as u16);
+        near.raw = Some(RawStreams::connect(word() as u16));
         near
     }
 
@@ -223,6 +237,12 @@ impl Initiator {
         to: &[u64],
         at_a_time: usize,
     ) {
+        if let CopyMethod::RawTcp(streams) = way {
+            let pool = self.pool.start() as u64;
+            let raw = self.raw.as_ref().expect("connected when it started");
+            // SAFETY: Blocks of a row are inside the pool.
+            return unsafe { raw.send(streams, (pool, from), row, at_a_time) };
+        }
         match way.way() {
             Some(by) => {
                 let direction = if way.reads() { Direction::Read } else { Direction::Write };

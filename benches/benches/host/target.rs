@@ -1,5 +1,6 @@
 //! The other process: it holds the targets and does what a line on its standard input says.
 
+use super::raw_tcp;
 use super::workload::{POOL, ROWS, attach, fill, is_filled};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{DataEvent, DataPlane, RegionId};
@@ -93,7 +94,9 @@ pub(crate) fn run_if_child() -> bool {
         println!("{} {}", hex(&plane.address().0), hex(desc));
     }
     let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
-    println!("{} {}", pool.start() as u64, listener.local_addr().expect("bound").port());
+    let pool_base = pool.start() as u64;
+    let echo_port = listener.local_addr().expect("bound").port();
+    println!("{pool_base} {echo_port} {}", raw_tcp::serve(pool_base));
     std::thread::spawn(move || echo(&listener));
     let mut drawn = BTreeMap::new();
     let mut mapped = None;

@@ -4,7 +4,7 @@ mod copy_pool;
 mod slices;
 
 pub(crate) use copy_pool::CopyPool;
-pub(crate) use slices::{CHUNK_MAX, CopySlice, SliceCursor, all_inside};
+pub(crate) use slices::{CHUNK_MAX, CopySlice, SliceCursor, all_inside, cut};
 
 use crate::memory::{HostMemoryAccess, PidfdProcess};
 use crate::sys::range;

@@ -6,6 +6,9 @@ use crate::sys::RANGES_MAX;
 /// millisecond on every path.
 pub(crate) const CHUNK_MAX: u64 = 4 << 20;
 
+/// Fewer bytes of a slice are not cut off.
+const CUT_MIN: u64 = 64 << 10;
+
 /// One range; offsets into the two regions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct CopySlice {
@@ -20,6 +23,29 @@ pub(crate) fn all_inside(slices: &[CopySlice], from: u64, to: u64) -> bool {
     slices
         .iter()
         .all(|slice| inside(slice.from, slice.len, from) && inside(slice.to, slice.len, to))
+}
+
+/// Where a share of about so many bytes ends that begins at the slice of index `start`. A long slice
+/// is cut in two there; a shorter one belongs to the share as a whole.
+pub(crate) fn cut(slices: &mut Vec<CopySlice>, start: usize, bytes: u64) -> usize {
+    let mut room = bytes;
+    for (at, slice) in slices.iter_mut().enumerate().skip(start) {
+        if slice.len < room {
+            room -= slice.len;
+        } else if slice.len - room <= CUT_MIN {
+            return at + 1;
+        } else {
+            let rest = CopySlice {
+                from: slice.from + room,
+                to: slice.to + room,
+                len: slice.len - room,
+            };
+            slice.len = room;
+            slices.insert(at + 1, rest);
+            return at + 1;
+        }
+    }
+    slices.len()
 }
 
 /// A walk over slices, from where it was left.
@@ -92,6 +118,7 @@ impl SliceCursor {
 #[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn chunks_cover_every_byte_once_and_keep_their_limits() {
@@ -122,6 +149,33 @@ mod tests {
                 }
             }
             assert_eq!(seen, all);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn shares_have_every_byte_once_in_their_order(
+            lens in prop::collection::vec(prop_oneof![1_u64..9_000, 1_u64..3_000_000], 1..40),
+            count in 1_u64..6,
+        ) {
+            let slices: Vec<_> = lens.iter().scan(0, |at, &len| {
+                let slice = CopySlice { from: *at, to: *at + 7, len };
+                *at += len;
+                Some(slice)
+            }).collect();
+            let bytes: u64 = lens.iter().sum();
+            let (mut shared, mut start, mut seen) = (slices, 0, 0);
+            for left in (0..count).rev() {
+                let end = if left == 0 { shared.len() } else { cut(&mut shared, start, bytes / count) };
+                let before = seen;
+                for slice in &shared[start..end] {
+                    prop_assert!(slice.from == seen && slice.to == seen + 7 && slice.len > 0);
+                    seen += slice.len;
+                }
+                prop_assert!(seen - before <= bytes / count + CUT_MIN + count);
+                start = end;
+            }
+            prop_assert_eq!(seen, bytes);
         }
     }
 

@@ -228,7 +228,7 @@ fn greet(
     if !place.keep() {
         return None;
     }
-    let id = hub.fresh();
+    let id = hub.fresh_inbound(&caller.who);
     let worker = hub.worker_of(id).clone();
     let segment = local.as_ref().map(|(_, segment, _)| segment.clone());
     let whose = (caller.who, caller.fence_key, caller.link);

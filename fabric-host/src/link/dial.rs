@@ -32,6 +32,8 @@ pub(crate) struct HostDialRequest {
     pub(crate) to: HostPlaneAddress,
     pub(crate) fence_key: u64,
     pub(crate) kind: HostLinkKind,
+    /// Connections by TCP.
+    pub(crate) streams: u32,
     /// Broken links of ours that the peer has to leave before it answers.
     pub(crate) ends: Vec<u64>,
 }
@@ -51,7 +53,7 @@ pub(crate) fn dial(hub: &Arc<HostPlaneShared>, dial: HostDialRequest) {
     let hub_too = hub.clone();
     let id = dial.id;
     let run = move || {
-        let result = dial_link(&hub_too, &dial);
+        let result = dial_links(&hub_too, &dial);
         hub_too.notify(HostWorkerEvent::Dialled { dial: id, result });
     };
     if let Err(why) = spawn("kvferry-dial", run) {
@@ -136,11 +138,26 @@ fn connect_tcp(to: &HostPlaneAddress, deadline: Instant) -> Result<OwnedFd, Host
     peer
 }
 
+fn dial_links(
+    hub: &Arc<HostPlaneShared>,
+    dial: &HostDialRequest,
+) -> Result<Vec<DialledLink>, HostDialError> {
+    let deadline = Instant::now() + hub.config.connect();
+    let count = if dial.kind == HostLinkKind::Tcp { dial.streams } else { 1 };
+    let mut links: Vec<DialledLink> = Vec::new();
+    for _ in 0..count {
+        let id = hub.fresh_link(links.iter().map(|(link, _)| link.id));
+        links.push(dial_link(hub, dial, id, deadline)?);
+    }
+    Ok(links)
+}
+
 fn dial_link(
     hub: &Arc<HostPlaneShared>,
     dial: &HostDialRequest,
+    id: u64,
+    deadline: Instant,
 ) -> Result<DialledLink, HostDialError> {
-    let deadline = Instant::now() + hub.config.connect();
     let peer = match dial.kind {
         HostLinkKind::Local => connect_local(&dial.to)?,
         HostLinkKind::Tcp => connect_tcp(&dial.to, deadline)?,
@@ -168,7 +185,6 @@ fn dial_link(
     }
     let segment = (dial.kind == HostLinkKind::Local).then(ShmSegment::create).transpose();
     let segment = segment.map_err(HostDialError::ours)?;
-    let id = hub.fresh();
     let worker = hub.worker_of(id).clone();
     let local = segment.map(|segment| HeardBell::pair().map(|bell| (segment, bell))).transpose();
     let local = local.map_err(HostDialError::ours)?;

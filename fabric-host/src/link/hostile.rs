@@ -501,8 +501,16 @@ pub(super) fn dialling() -> (HostPlane, TcpStream) {
     dialling_with(config, stranger(0))
 }
 
-/// The same, with settings, and a peer that is said to be at our port, on another host.
+/// The same, with settings, and a peer that is said to be at our port, on another host. It has one
+/// connection.
 pub(super) fn dialling_with(config: HostConfig, peer: HostPlaneAddress) -> (HostPlane, TcpStream) {
+    let (listener, plane) = dialling_by(HostConfig { streams: 1, ..config }, peer);
+    let (stream, _) = listener.accept().unwrap();
+    (plane, stream)
+}
+
+/// The same, before the peer takes a connection.
+pub(super) fn dialling_by(config: HostConfig, peer: HostPlaneAddress) -> (TcpListener, HostPlane) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let peer = HostPlaneAddress { port, node: stranger(0).node, ..peer };
@@ -520,8 +528,7 @@ pub(super) fn dialling_with(config: HostConfig, peer: HostPlaneAddress) -> (Host
     };
     let desc: RegionDesc = claim.encode();
     plane.open(SessionId(2), RegionId(1), PeerId(1), &desc).unwrap();
-    let (stream, _) = listener.accept().unwrap();
-    (plane, stream)
+    (listener, plane)
 }
 
 /// The same, with a peer that answers its hello and then `says`.
@@ -555,7 +562,7 @@ fn answers_to_what_was_not_asked_end_the_link() {
     }
 }
 
-fn side_of(len: u64) -> HostRegionInfo {
+pub(super) fn side_of(len: u64) -> HostRegionInfo {
     HostRegionInfo { base: 0, len, process: None, file: false }
 }
 

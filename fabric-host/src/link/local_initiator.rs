@@ -117,9 +117,9 @@ impl LocalInitiator {
         for heard in self.heard.drain(..) {
             match heard {
                 HostLinkEvent::Done { op, status } => cx.complete(op, status),
-                HostLinkEvent::Closed { session } => {
+                HostLinkEvent::Closed { session, link } => {
                     let session = SessionId(session);
-                    cx.hub.notify(HostWorkerEvent::Closed { session, local: false });
+                    cx.hub.notify(HostWorkerEvent::Closed { session, link, local: false });
                 }
             }
         }
@@ -135,8 +135,8 @@ impl LocalInitiator {
         let (op, status) = match &mut self.read {
             None => return false,
             Some((HostReadJob::Barrier { session }, _)) => {
-                let session = SessionId(*session);
-                cx.hub.notify(HostWorkerEvent::Closed { session, local: true });
+                let (session, link) = (SessionId(*session), self.link.id);
+                cx.hub.notify(HostWorkerEvent::Closed { session, link, local: true });
                 self.read = None;
                 return true;
             }

@@ -27,6 +27,8 @@ mod hostile;
 #[cfg(all(test, not(feature = "loom")))]
 mod middleman;
 #[cfg(all(test, not(feature = "loom")))]
+mod several;
+#[cfg(all(test, not(feature = "loom")))]
 mod versions;
 
 pub(crate) use acceptor::{HostListeners, listen};

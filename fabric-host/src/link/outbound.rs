@@ -110,7 +110,7 @@ pub(crate) struct QueuedRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HostLinkEvent {
     Done { op: u64, status: HostCopyStatus },
-    Closed { session: u32 },
+    Closed { session: u32, link: u64 },
 }
 
 /// Answers taken at a time.
@@ -246,7 +246,9 @@ impl HostOutboundLink {
                     }
                     HostLinkEvent::Done { op, status }
                 }
-                Some((HostRecord::Closed { session }, [])) => HostLinkEvent::Closed { session },
+                Some((HostRecord::Closed { session }, [])) => {
+                    HostLinkEvent::Closed { session, link: self.id }
+                }
                 _ => return Err(HostCloseReason::Corrupt),
             });
         }

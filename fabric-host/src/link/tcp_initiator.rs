@@ -97,7 +97,7 @@ impl TcpInitiator {
                 }
             }
             let session = SessionId(session);
-            cx.hub.notify(HostWorkerEvent::Closed { session, local: true });
+            cx.hub.notify(HostWorkerEvent::Closed { session, link: link.id, local: true });
             worked = true;
         }
         while self.stream.queued() < AHEAD
@@ -151,8 +151,8 @@ impl TcpInitiator {
                 }
             }
             HostRecord::Closed { session } => {
-                let session = SessionId(session);
-                cx.hub.notify(HostWorkerEvent::Closed { session, local: false });
+                let (session, link) = (SessionId(session), self.link.id);
+                cx.hub.notify(HostWorkerEvent::Closed { session, link, local: false });
             }
             HostRecord::Control { bytes } => {
                 let (session, result) = match unpack_control(bytes, rest, self.later) {

@@ -93,7 +93,7 @@ impl HostPlane {
         let listeners = listeners.map_err(HostError::Listen)?;
         let bound = listeners.tcp.local_addr().map_err(|why| HostError::Listen(why.to_string()))?;
         location.port = bound.port();
-        let handles = (0..config.workers).map(|_| WorkerHandle::new().map(Arc::new));
+        let handles = (0..config.threads()).map(|_| WorkerHandle::new().map(Arc::new));
         let handles = handles
             .collect::<Result<Vec<_>, _>>()
             .map_err(|why| HostError::System(format!("doorbell: {why}")))?;

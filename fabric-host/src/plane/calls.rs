@@ -22,23 +22,26 @@ use std::time::{Duration, Instant};
 const STRAYS_EVERY: u32 = 8;
 
 impl HostPlane {
-    /// Has a session opened by a link of some kind, which is dialled if there is none.
+    /// Has a session opened by links of some kind, which are dialled if there are none.
     pub(super) fn start_opening(&mut self, id: SessionId, kind: HostLinkKind) {
         let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
         let Some(peer) = self.ledger.peers.get_mut(&session.peer) else { return };
         match peer.links.get(&kind) {
-            Some(HostPeerLink::Up(link)) => {
+            Some(HostPeerLink::Up(links)) => {
                 let claim = (session.own.claim.region.0, session.own.claim.token);
-                link.open(id.0, claim, session.own.region.clone());
-                session.own.link = Some(link.id);
-                session.phase = SessionPhase::Opening(HostOpening::Answer(link.clone()));
+                links.iter().for_each(|link| link.open(id.0, claim, session.own.region.clone()));
+                let missing = links.iter().map(|link| link.id).collect();
+                session.own.links = Some(links.clone());
+                let answers = HostOpening::Answers { links: links.clone(), missing };
+                session.phase = SessionPhase::Opening(answers);
                 return;
             }
             Some(HostPeerLink::Dialling) => {}
             None => {
                 let (id, to) = (self.hub.fresh(), (*peer.location).clone());
-                let fence_key = peer.fence_key;
-                dial(&self.hub, HostDialRequest { id, to, fence_key, kind, ends: Vec::new() });
+                let (fence_key, streams) = (peer.fence_key, self.hub.config.streams);
+                let request = HostDialRequest { id, to, fence_key, kind, streams, ends: Vec::new() };
+                dial(&self.hub, request);
                 self.dials.insert(id, (session.peer, kind));
                 peer.links.insert(kind, HostPeerLink::Dialling);
             }
@@ -98,7 +101,7 @@ impl DataPlane for HostPlane {
         self.ledger.regions.remove(&region);
         self.hub.remove_region(region);
         for id in self.ledger.sessions_where(|session| session.local == region) {
-            self.kill(id);
+            self.kill(id, &FabricError::Closed);
         }
         Ok(())
     }
@@ -144,7 +147,7 @@ impl DataPlane for HostPlane {
             location: named.location.clone(),
             fence_key: named.fence_key,
             claim,
-            link: None,
+            links: None,
             awaits: HostQuiescePending::default(),
         };
         let entry = LedgerSession::new((local, peer), lens, opening, own);

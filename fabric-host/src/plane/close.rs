@@ -1,8 +1,8 @@
 //! How sessions end, and when they are quiet.
 
-use super::{HostOpening, HostPeer, HostPeerLink, HostPlane};
+use super::{HostOpening, HostPeer, HostPeerLink, HostPlane, HostSession, has_link};
 use crate::descriptor::HostPlaneAddress;
-use crate::link::{HostDialRequest, HostLinkKind, HostReadJob, dial};
+use crate::link::{HostDialRequest, HostLinkKind, HostOutboundLink, HostReadJob, dial};
 use crate::shared::HostWorkerCommand;
 use kvferry_engine::fabric::{Completion, DataEvent, FabricError, Landed, SessionId};
 use kvferry_fabric_common::SessionPhase;
@@ -27,6 +27,20 @@ pub(super) struct HostQuiesceProbe {
     pub(super) pause: Duration,
 }
 
+impl HostSession {
+    /// Ends it at a link, by which some reads and writes of it may be under way.
+    fn leave(&mut self, id: SessionId, link: &HostOutboundLink, (reads, writes): (u32, u32)) {
+        if reads > 0 {
+            self.awaits.local.insert(link.id);
+            link.read(HostReadJob::Barrier { session: id.0 });
+        }
+        if writes > 0 {
+            self.awaits.remote.insert(link.id);
+        }
+        link.close(id.0);
+    }
+}
+
 impl HostPlane {
     /// Fails the operations of a session, which can take no more; how many reads and writes.
     pub(super) fn fail_all(&mut self, id: SessionId, cause: &FabricError) -> (u32, u32) {
@@ -46,7 +60,7 @@ impl HostPlane {
         if session.is_none_or(|session| session.phase.is_closing()) {
             return;
         }
-        self.kill(id);
+        self.kill(id, &FabricError::Closed);
         if let Some(session) = self.ledger.sessions.get_mut(&id) {
             session.phase = SessionPhase::Closing;
         }
@@ -54,21 +68,18 @@ impl HostPlane {
     }
 
     /// Ends a session; its id stays in use.
-    pub(super) fn kill(&mut self, id: SessionId) {
-        let (reads, writes) = self.fail_all(id, &FabricError::Closed);
+    pub(super) fn kill(&mut self, id: SessionId, cause: &FabricError) {
+        let under_way = self.fail_all(id, cause);
         let Some(session) = self.ledger.sessions.get_mut(&id) else { return };
         match session.phase.end() {
-            SessionPhase::Opening(HostOpening::Answer(link)) => link.close(id.0),
-            SessionPhase::Open((link, lane)) => {
+            SessionPhase::Opening(HostOpening::Answers { links, .. }) => {
+                links.iter().for_each(|link| link.close(id.0));
+            }
+            SessionPhase::Open((links, lane)) => {
                 if let Some(source) = &lane.source {
                     source.cancelled.store(true, Ordering::SeqCst);
                 }
-                if reads > 0 {
-                    session.own.awaits.local = true;
-                    link.read(HostReadJob::Barrier { session: id.0 });
-                }
-                session.own.awaits.remote |= writes > 0;
-                link.close(id.0);
+                links.iter().for_each(|link| session.own.leave(id, link, under_way));
             }
             _ => {}
         }
@@ -77,8 +88,7 @@ impl HostPlane {
     /// Answers the tickets of a session that have nothing to wait for, and forgets a closed one.
     pub(super) fn settle(&mut self, id: SessionId) {
         let Some(session) = self.ledger.sessions.get(&id) else { return };
-        let awaits = session.own.awaits;
-        if !(awaits.local || awaits.remote || awaits.proof) && self.ledger.settle(id) {
+        if session.own.awaits.is_over() && self.ledger.settle(id) {
             self.reap();
         }
     }
@@ -86,10 +96,10 @@ impl HostPlane {
     /// Ends links that no peer and no session has any more.
     pub(super) fn reap(&mut self) {
         let kept = |id: u64| {
-            let is_up = |way: &HostPeerLink| matches!(way, HostPeerLink::Up(up) if up.id == id);
+            let is_up = |way: &HostPeerLink| matches!(way, HostPeerLink::Up(up) if has_link(up, id));
             let by_peer = |peer: &HostPeer| peer.links.values().any(is_up);
             self.ledger.peers.values().any(by_peer)
-                || self.ledger.sessions.values().any(|session| session.own.link == Some(id))
+                || self.ledger.sessions.values().any(|session| session.own.has_link(id))
         };
         let dead: Vec<u64> = self.links.keys().copied().filter(|id| !kept(*id)).collect();
         for id in dead {
@@ -98,34 +108,33 @@ impl HostPlane {
         }
     }
 
-    /// A link ended, and its sessions with it.
+    /// A link ended, and its sessions with it: at other links that they have, they are closed.
     pub(super) fn link_down(&mut self, link: u64, proven: bool) {
         let Some(gone) = self.links.remove(&link) else { return };
         let mut whose = Vec::new();
         for (id, peer) in &mut self.ledger.peers {
             let before = peer.links.len();
-            peer.links.retain(|_, way| !matches!(way, HostPeerLink::Up(up) if up.id == link));
+            peer.links.retain(|_, way| !matches!(way, HostPeerLink::Up(up) if has_link(up, link)));
             if peer.links.len() < before {
                 whose.push(*id);
             }
         }
-        for id in self.ledger.sessions_where(|session| session.own.link == Some(link)) {
-            let (_, writes) = self.fail_all(id, &FabricError::PeerGone);
-            self.ledger.opened(id, Err(FabricError::PeerGone));
+        for id in self.ledger.sessions_where(|session| session.own.has_link(link)) {
+            self.give_up(id, FabricError::PeerGone);
+            self.kill(id, &FabricError::PeerGone);
             let Some(session) = self.ledger.sessions.get_mut(&id) else { continue };
-            session.phase.end();
             let awaits = &mut session.own.awaits;
             // Our thread has left the link, so that it reads no more.
-            awaits.local = false;
-            let remote = std::mem::take(&mut awaits.remote) || writes > 0;
-            if remote && !proven {
-                awaits.proof = true;
+            awaits.local.remove(&link);
+            if awaits.remote.remove(&link) && !proven {
+                awaits.proof.insert(link);
                 let (location, fence_key) = (session.own.location.clone(), session.own.fence_key);
                 self.add_quiesce_probe(location, fence_key, gone.kind, link);
             }
             self.settle(id);
         }
         self.ledger.events.extend(whose.into_iter().map(|peer| DataEvent::PeerDown { peer }));
+        self.reap();
     }
 
     fn add_quiesce_probe(
@@ -165,7 +174,7 @@ impl HostPlane {
                 proof.dial = Some(id);
                 let (to, ends) = ((*proof.location).clone(), proof.links.clone());
                 let (fence_key, kind) = (proof.fence_key, proof.kind);
-                dial(&self.hub, HostDialRequest { id, to, fence_key, kind, ends });
+                dial(&self.hub, HostDialRequest { id, to, fence_key, kind, streams: 1, ends });
             }
         }
     }
@@ -183,12 +192,10 @@ impl HostPlane {
             return true;
         }
         let proof = self.quiesce_probes.remove(at);
-        for id in self.ledger.sessions_where(|session| {
-            let link = session.own.link.filter(|link| proof.links.contains(link));
-            session.own.awaits.proof && link.is_some()
-        }) {
+        let is_of = |link: &u64| proof.links.contains(link);
+        for id in self.ledger.sessions_where(|session| session.own.awaits.proof.iter().any(is_of)) {
             if let Some(session) = self.ledger.sessions.get_mut(&id) {
-                session.own.awaits.proof = false;
+                session.own.awaits.proof.retain(|link| !is_of(link));
             }
             self.settle(id);
         }

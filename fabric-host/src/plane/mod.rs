@@ -15,13 +15,14 @@ use crate::copy::CopySlice;
 use crate::descriptor::{HostPlaneAddress, HostRegionDescriptor};
 use crate::link::{HostLinkEvent, HostLinkKind, HostOutboundLink};
 use crate::memory::HostRegion;
+use crate::proto::HostCopyStatus;
 use crate::ring::{AtomicU64, Consumer};
 use crate::shared::{HostCounters, HostPlaneShared, HostWorkerEvent, NegotiatedPaths};
 use crate::{DataPath, HostConfig};
 use digest::HostDigests;
 use kvferry_engine::fabric::{PeerId, SessionId};
 use kvferry_fabric_common::{ConnectionListener, PlaneLedger, PlaneParts, SessionPhase};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -34,8 +35,15 @@ impl PlaneParts for HostParts {
     type Peer = HostPeer;
     type Session = HostSession;
     type Opening = HostOpening;
-    type Open = (Arc<HostOutboundLink>, NegotiatedPaths);
+    type Open = (HostLinkBundle, NegotiatedPaths);
     type Operation = HostOperation;
+}
+
+/// The connections to a peer of one kind. Those by TCP share what goes there.
+type HostLinkBundle = Arc<[Arc<HostOutboundLink>]>;
+
+fn has_link(links: &HostLinkBundle, id: u64) -> bool {
+    links.iter().any(|link| link.id == id)
 }
 
 /// A peer that the owner named.
@@ -46,31 +54,38 @@ struct HostPeer {
     links: BTreeMap<HostLinkKind, HostPeerLink>,
 }
 
-/// The link of a peer.
+/// The links of a peer.
 #[derive(Debug)]
 enum HostPeerLink {
     Dialling,
-    Up(Arc<HostOutboundLink>),
+    Up(HostLinkBundle),
 }
 
 /// What a session that is being opened waits for.
 #[derive(Debug)]
 enum HostOpening {
-    /// For a link of this kind.
+    /// For links of this kind.
     Link(HostLinkKind),
-    /// For the peer's answer by this link.
-    Answer(Arc<HostOutboundLink>),
+    /// For the peer's answers by these links, of which some are to come.
+    Answers { links: HostLinkBundle, missing: BTreeSet<u64> },
 }
 
-/// What has to happen before a session is quiet, beside the end of its operations.
-#[derive(Clone, Copy, Debug, Default)]
+/// What has to happen before a session is quiet, beside the end of its operations: links by which
+/// it still may land something.
+#[derive(Debug, Default)]
 struct HostQuiescePending {
     /// Our thread leaves its reads.
-    local: bool,
+    local: BTreeSet<u64>,
     /// The peer says that it writes no more.
-    remote: bool,
+    remote: BTreeSet<u64>,
     /// The peer's end, or a word of it, after its connection broke.
-    proof: bool,
+    proof: BTreeSet<u64>,
+}
+
+impl HostQuiescePending {
+    fn is_over(&self) -> bool {
+        self.local.is_empty() && self.remote.is_empty() && self.proof.is_empty()
+    }
 }
 
 #[derive(Debug)]
@@ -79,8 +94,8 @@ struct HostSession {
     location: Arc<HostPlaneAddress>,
     fence_key: u64,
     claim: HostRegionDescriptor,
-    /// The link that carries it, or did.
-    link: Option<u64>,
+    /// The links that carry it, or did.
+    links: Option<HostLinkBundle>,
     awaits: HostQuiescePending,
 }
 
@@ -89,6 +104,10 @@ struct HostOperation {
     write: bool,
     path: DataPath,
     bytes: u64,
+    /// Shares, each by a link of its own, that are under way.
+    shares: u32,
+    /// The worst of those that are over.
+    status: HostCopyStatus,
 }
 
 /// How the bytes of a session go.
@@ -146,6 +165,12 @@ impl HostCounterReader {
     /// What the plane did so far.
     pub fn read(&self) -> HostCounters {
         self.0.counts.get()
+    }
+}
+
+impl HostSession {
+    fn has_link(&self, id: u64) -> bool {
+        self.links.as_ref().is_some_and(|links| has_link(links, id))
     }
 }
 

@@ -1,14 +1,17 @@
 //! Taking batches.
 
-use super::{HostOperation, HostPlane};
-use crate::copy::{CopyBuffers, CopyPool, CopySlice, SliceCursor};
-use crate::link::{HostLinkKind, HostReadJob, HostReadSource};
+use super::{HostLinkBundle, HostOperation, HostPlane};
+use crate::copy::{CopyBuffers, CopyPool, CopySlice, SliceCursor, cut};
+use crate::link::{HostReadJob, HostReadSource};
 use crate::memory::HostRegion;
-use crate::proto::{HostCopyStatus, HostRecord};
+use crate::proto::{HostCopyStatus, HostOperationPart, HostRecord};
 use crate::shared::SHORT_MAX;
 use kvferry_engine::fabric::{Completion, DataEvent, Direction, Refused, Submit};
 use kvferry_fabric_common::invalid;
 use std::sync::Arc;
+
+/// Fewer bytes are not worth another thread of each side.
+const SHARE_MIN: u64 = 512 << 10;
 
 /// The slices of a batch, seen from who copies; neighbours that go on on both sides are one.
 fn merge(
@@ -82,10 +85,31 @@ impl InlineCopier {
     }
 }
 
+/// Posts an operation by the links that share it; to how many. Short ones take turns.
+fn post_shares(
+    links: &HostLinkBundle,
+    (kind, op, session): (fn(HostOperationPart) -> HostRecord, u64, u32),
+    region: &Arc<HostRegion>,
+    (slices, bytes): (&mut Vec<CopySlice>, u64),
+) -> u32 {
+    let count = (bytes / SHARE_MIN).clamp(1, links.len() as u64);
+    let turns = links.iter().cycle().skip(op as usize % links.len());
+    let (mut posted, mut start) = (0, 0);
+    for (left, link) in (0..count).rev().zip(turns) {
+        let end = if left == 0 { slices.len() } else { cut(slices, start, bytes / count) };
+        if end > start {
+            link.post(kind, (op, session), region, &slices[start..end]);
+            posted += 1;
+        }
+        start = end;
+    }
+    posted
+}
+
 impl HostPlane {
     pub(super) fn post(&mut self, batch: &Submit<'_>) -> Result<(), Refused> {
         let (slices_max, most) = (self.hub.config.slices_max, self.hub.config.operations_max);
-        let (session, (link, lane)) = self.ledger.check_submit(batch, slices_max)?;
+        let (session, (links, lane)) = self.ledger.check_submit(batch, slices_max)?;
         let bytes = merge(batch, session.lens, &mut self.slices)?;
         if self.ledger.operations.len() >= most as usize {
             return Err(Refused::Busy);
@@ -98,10 +122,9 @@ impl HostPlane {
             return Ok(());
         }
         let (op, id, region) = (batch.op.0, batch.session.0, &session.own.region);
-        let mut read = None;
+        let (mut read, mut shares) = (None, 1);
         match (write, &lane.source) {
-            (true, _) => link.post(HostRecord::Write, (op, id), region, &self.slices),
-            (false, Some(source)) if link.kind == HostLinkKind::Local => {
+            (false, Some(source)) => {
                 let inline = self.inline_copier.copied.saturating_add(bytes);
                 if inline <= self.hub.config.inline_max.into() {
                     self.inline_copier.copied = inline;
@@ -110,7 +133,7 @@ impl HostPlane {
                     // opened whose source is shorter than it says.
                     read = Some(unsafe { self.inline_copier.read(source, region, slices) });
                 } else {
-                    link.read(HostReadJob::Copy {
+                    links[0].read(HostReadJob::Copy {
                         op,
                         source: source.clone(),
                         region: region.clone(),
@@ -119,9 +142,13 @@ impl HostPlane {
                     });
                 }
             }
-            (false, _) => link.post(HostRecord::Read, (op, id), region, &self.slices),
+            _ => {
+                let kind = if write { HostRecord::Write } else { HostRecord::Read };
+                shares = post_shares(links, (kind, op, id), region, (&mut self.slices, bytes));
+            }
         }
-        self.ledger.submitted(batch, HostOperation { write, path, bytes });
+        let status = HostCopyStatus::Done;
+        self.ledger.submitted(batch, HostOperation { write, path, bytes, shares, status });
         self.short += u32::from(bytes <= SHORT_MAX);
         match read {
             Some(status) => self.completed(batch.op, status),

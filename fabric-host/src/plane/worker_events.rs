@@ -25,7 +25,9 @@ impl HostPlane {
                 HostWorkerEvent::Opened { session, link, result } => {
                     self.answered(session, link, result)
                 }
-                HostWorkerEvent::Closed { session, local } => self.closed(session, local),
+                HostWorkerEvent::Closed { session, link, local } => {
+                    self.closed(session, link, local)
+                }
             }
         }
         self.notices = notices;
@@ -56,16 +58,18 @@ impl HostPlane {
         for answer in heard.drain(..) {
             match answer {
                 HostLinkEvent::Done { op, status } => self.completed(OpId(op), status),
-                HostLinkEvent::Closed { session } => self.closed(SessionId(session), false),
+                HostLinkEvent::Closed { session, link } => {
+                    self.closed(SessionId(session), link, false)
+                }
             }
         }
         self.heard = heard;
     }
 
-    fn closed(&mut self, session: SessionId, local: bool) {
+    fn closed(&mut self, session: SessionId, link: u64, local: bool) {
         if let Some(known) = self.ledger.sessions.get_mut(&session) {
             let awaits = &mut known.own.awaits;
-            *if local { &mut awaits.local } else { &mut awaits.remote } = false;
+            if local { &mut awaits.local } else { &mut awaits.remote }.remove(&link);
             self.settle(session);
         }
     }
@@ -130,10 +134,17 @@ impl HostPlane {
 
     pub(super) fn completed(&mut self, op: OpId, status: HostCopyStatus) {
         // Those of closed sessions have failed already.
-        let Some(known) = self.ledger.operations.get(&op) else { return };
+        let Some(known) = self.ledger.operations.get_mut(&op) else { return };
+        if known.own.status == HostCopyStatus::Done {
+            known.own.status = status;
+        }
+        known.own.shares = known.own.shares.saturating_sub(1);
+        if known.own.shares > 0 {
+            return;
+        }
         let (session, operation) = (known.session, known.own);
         let failed = |cause| Completion::Failed { cause, landed: Landed::Unknown };
-        let outcome = match (status, operation.write) {
+        let outcome = match (operation.status, operation.write) {
             (HostCopyStatus::Done, _) => {
                 self.hub.counts.initiated[operation.path as usize].add(operation.bytes);
                 Completion::Done
@@ -156,8 +167,8 @@ impl HostPlane {
         })
     }
 
-    /// A dial has its answer. A link that nobody wants any more ends with its driver.
-    fn dialled(&mut self, dial: u64, result: Result<DialledLink, HostDialError>) {
+    /// A dial has its answer. Links that nobody wants any more end with their drivers.
+    fn dialled(&mut self, dial: u64, result: Result<Vec<DialledLink>, HostDialError>) {
         let proven = result.as_ref().map_or_else(|error| error.gone, |_| true);
         if self.quiesce_probe_answered(dial, proven) {
             return;
@@ -166,10 +177,14 @@ impl HostPlane {
         let waiting = self.waiting(peer, kind);
         let links = self.ledger.peers.get_mut(&peer).map(|known| &mut known.links);
         match result {
-            Ok((link, driver)) => {
-                self.hub.tell_worker(link.id, HostWorkerCommand::Add(link.id, driver));
-                self.links.insert(link.id, link.clone());
-                links.map(|links| links.insert(kind, HostPeerLink::Up(link)));
+            Ok(dialled) => {
+                let up = dialled.into_iter().map(|(link, driver)| {
+                    self.hub.tell_worker(link.id, HostWorkerCommand::Add(link.id, driver));
+                    self.links.insert(link.id, link.clone());
+                    link
+                });
+                let up = up.collect();
+                links.map(|links| links.insert(kind, HostPeerLink::Up(up)));
                 waiting.into_iter().for_each(|session| self.start_opening(session, kind));
             }
             Err(HostDialError { why, unreachable, gone }) => {
@@ -197,11 +212,17 @@ impl HostPlane {
         link: u64,
         result: Result<NegotiatedPaths, SessionDenial>,
     ) {
-        let Some(link) = self.links.get(&link).cloned() else { return };
-        let session = self.ledger.sessions.get(&id).filter(|session| {
-            matches!(&session.phase, SessionPhase::Opening(HostOpening::Answer(by)) if by.id == link.id)
-        });
-        let Some(session) = session else {
+        let Some(link) = self.links.get(&link) else { return };
+        let session = self.ledger.sessions.get_mut(&id);
+        let Some((session, links, is_last)) = session.and_then(|session| {
+            let SessionPhase::Opening(HostOpening::Answers { links, missing }) = &mut session.phase
+            else {
+                return None;
+            };
+            let (links, is_first) = (links.clone(), missing.remove(&link.id));
+            let is_last = missing.is_empty();
+            is_first.then_some((session, links, is_last))
+        }) else {
             // Closed meanwhile, maybe before the peer knew it.
             return link.close(id.0);
         };
@@ -211,20 +232,19 @@ impl HostPlane {
                 let why = "the peer's region is shorter than its descriptor says";
                 self.give_up(id, FabricError::Backend(why.into()));
             }
-            Ok(lane) => _ = self.ledger.opened(id, Ok((link, lane))),
+            Ok(lane) if is_last => _ = self.ledger.opened(id, Ok((links, lane))),
+            Ok(_) => {}
             Err(denial) if denial.tcp => self.start_opening(id, HostLinkKind::Tcp),
-            Err(denial) => {
-                self.ledger.opened(id, Err(FabricError::Backend(denial.why.into())));
-            }
+            Err(denial) => self.give_up(id, FabricError::Backend(denial.why.into())),
         }
     }
 
     /// Ends an opening, of which the peer may know.
-    fn give_up(&mut self, id: SessionId, cause: FabricError) {
+    pub(super) fn give_up(&mut self, id: SessionId, cause: FabricError) {
         if let Some(session) = self.ledger.sessions.get(&id)
-            && let SessionPhase::Opening(HostOpening::Answer(link)) = &session.phase
+            && let SessionPhase::Opening(HostOpening::Answers { links, .. }) = &session.phase
         {
-            link.close(id.0);
+            links.iter().for_each(|link| link.close(id.0));
         }
         self.ledger.opened(id, Err(cause));
     }

@@ -38,9 +38,8 @@ impl BlockShare {
     }
 
     fn decode(bytes: &[u8; 32]) -> BlockShare {
-        let word = |n: usize| {
-            u64::from_le_bytes(bytes[8 * n..8 * n + 8].try_into().expect("eight bytes"))
-        };
+        let word =
+            |n: usize| u64::from_le_bytes(bytes[8 * n..8 * n + 8].try_into().expect("eight bytes"));
         let small = |n| word(n) as usize;
         BlockShare { row: small(0), part: small(1), streams: small(2), times: word(3) }
     }

@@ -35,11 +35,8 @@ pub(crate) fn cut(slices: &mut Vec<CopySlice>, start: usize, bytes: u64) -> usiz
         } else if slice.len - room <= CUT_MIN {
             return at + 1;
         } else {
-            let rest = CopySlice {
-                from: slice.from + room,
-                to: slice.to + room,
-                len: slice.len - room,
-            };
+            let rest =
+                CopySlice { from: slice.from + room, to: slice.to + room, len: slice.len - room };
             slice.len = room;
             slices.insert(at + 1, rest);
             return at + 1;

@@ -149,6 +149,19 @@ fn a_session_that_one_connection_is_denied_is_closed_at_the_other() {
 }
 
 #[test]
+fn the_others_end_with_one_that_breaks_when_no_session_has_them() {
+    let (listener, mut plane) = dialling_by(with_two(), stranger(0));
+    let (first, _) = greeted(&listener, &welcome());
+    let (mut second, _) = greeted(&listener, &welcome());
+    plane.close(SESSION);
+    let mut seen = Vec::new();
+    drop(first);
+    until(&mut plane, &mut seen, |event| matches!(event, DataEvent::PeerDown { .. }));
+    // What it said before its session was closed comes first.
+    second.read_to_end(&mut Vec::new()).expect("it is closed");
+}
+
+#[test]
 fn a_connection_that_is_refused_fails_them_all_with_its_reason() {
     let (listener, mut plane) = dialling_by(with_two(), stranger(0));
     let (mut first, _) = greeted(&listener, &welcome());

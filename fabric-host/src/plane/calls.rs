@@ -40,7 +40,8 @@ impl HostPlane {
             None => {
                 let (id, to) = (self.hub.fresh(), (*peer.location).clone());
                 let (fence_key, streams) = (peer.fence_key, self.hub.config.streams);
-                let request = HostDialRequest { id, to, fence_key, kind, streams, ends: Vec::new() };
+                let request =
+                    HostDialRequest { id, to, fence_key, kind, streams, ends: Vec::new() };
                 dial(&self.hub, request);
                 self.dials.insert(id, (session.peer, kind));
                 peer.links.insert(kind, HostPeerLink::Dialling);

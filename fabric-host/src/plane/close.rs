@@ -96,7 +96,8 @@ impl HostPlane {
     /// Ends links that no peer and no session has any more.
     pub(super) fn reap(&mut self) {
         let kept = |id: u64| {
-            let is_up = |way: &HostPeerLink| matches!(way, HostPeerLink::Up(up) if has_link(up, id));
+            let is_up =
+                |way: &HostPeerLink| matches!(way, HostPeerLink::Up(up) if has_link(up, id));
             let by_peer = |peer: &HostPeer| peer.links.values().any(is_up);
             self.ledger.peers.values().any(by_peer)
                 || self.ledger.sessions.values().any(|session| session.own.has_link(id))

@@ -1,22 +1,33 @@
-"""NIXL 1.5.1 (PyPI: `pip install nixl==1.5.1 numpy`) on the workloads of `cargo bench -p benches
---bench host`, between two processes, each row in turns with that benchmark.
+"""Others on the workloads of `cargo bench -p benches --bench host`, between two processes, each row in
+turns with that benchmark.
 
-    python benches/beside_nixl.py BENCH [ROW...]
+    python benches/beside_others.py [--tcp] BENCH [ROW...]
 
-BENCH is the benchmark's binary below target/release/deps. Prints the median of both in GB/s; all bytes
-are compared. Both have memory with pages of 4 KiB.
+BENCH is the benchmark's binary below target/release/deps. The others are NIXL 1.5.1 with its default
+transports, or with --tcp NIXL over UCX's TCP, Mooncake's TCP, plain sendmsg and recvmsg, and iperf3
+if it is installed:
+
+    pip install nixl==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy
+
+Prints the median of each in GB/s; all bytes are compared. All have memory with pages of 4 KiB.
 """
 
+import json
 import multiprocessing
 import os
 import random
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
 
-# Before it is imported: it would ask for huge pages.
+BY_TCP = "--tcp" in sys.argv
+# Before they are imported: one would ask for huge pages, the other go other ways.
 os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
+if BY_TCP:
+    os.environ["UCX_TLS"] = "tcp"
 import numpy  # noqa: E402
 
 KIB = 1024
@@ -26,6 +37,7 @@ ROWS = {
     "kv16Kx512": (16 * KIB, 512, 1),
     "kv64Kx512": (64 * KIB, 512, 1),
     "kv256Kx512": (256 * KIB, 512, 1),
+    "kv1Mx128": (1024 * KIB, 128, 1),
     "kv4K-256M": (4 * KIB, 65536, 1),
     "kv16K-256M": (16 * KIB, 16384, 1),
     "kv64K-256M": (64 * KIB, 4096, 1),
@@ -83,13 +95,23 @@ def hear(one, pipe) -> str:
     return pipe.recv()
 
 
-def measure(direction: str, size: int, count: int, run: int) -> float:
-    """Median GB/s of one transfer after the other."""
+def drawn(size: int, count: int, run: int) -> list[list[int]]:
+    """The places of the blocks on both sides."""
     draw = random.Random(size * count)
-    here, there = (
+    return [
         [run * first + n for first in draw.sample(range(2 * count // run), count // run) for n in range(run)]
         for _ in range(2)
-    )
+    ]
+
+
+def median(size: int, count: int, times: list[float]) -> float:
+    """Of GB/s. The first one opens connections."""
+    return size * count / sorted(times[1:])[REPEATS // 2] / 1e9
+
+
+def nixl(direction: str, size: int, count: int, run: int) -> float:
+    """Median GB/s of one transfer after the other."""
+    here, there = drawn(size, count, run)
     pipe, other = multiprocessing.Pipe()
     child = multiprocessing.Process(target=target, args=(other, size, count, there), daemon=True)
     child.start()
@@ -120,30 +142,96 @@ def measure(direction: str, size: int, count: int, run: int) -> float:
     assert pipe.recv() and is_written(data, size, here), "other bytes arrived"
     pipe.send("end")
     child.join()
-    # The first one opens connections.
-    return size * count / sorted(times[1:])[REPEATS // 2] / 1e9
+    return median(size, count, times)
+
+
+def mooncake_engine():
+    from mooncake.engine import TransferEngine
+
+    one = TransferEngine()
+    assert one.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    return one
+
+
+def mooncake_target(pipe, size: int, count: int, order: list[int]) -> None:
+    one = mooncake_engine()
+    data = pool(size, count, 0)
+    assert one.register_memory(data.ctypes.data, data.nbytes) == 0
+    pipe.send((f"127.0.0.1:{one.get_rpc_port()}", [at for at, _, _ in slots(data, size, order)]))
+    pipe.recv()
+    pipe.send(is_written(data, size, order))
+
+
+def mooncake(size: int, count: int, run: int) -> float:
+    """Median GB/s of one write after the other; none where it fails."""
+    here, there = drawn(size, count, run)
+    pipe, other = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=mooncake_target, args=(other, size, count, there), daemon=True)
+    child.start()
+    one = mooncake_engine()
+    data = pool(size, count, 0)
+    write(data, size, here)
+    assert one.register_memory(data.ctypes.data, data.nbytes) == 0
+    peer, remote = pipe.recv()
+    local = [at for at, _, _ in slots(data, size, here)]
+    times = []
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        if one.batch_transfer_sync_write(peer, local, remote, [size] * count) != 0:
+            child.kill()
+            return float("nan")
+        times.append(time.perf_counter() - begun)
+    pipe.send("look")
+    assert pipe.recv(), "other bytes arrived"
+    child.join()
+    return median(size, count, times)
+
+
+def iperf(streams: int) -> float:
+    """GB/s of iperf3 in two seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    server = subprocess.Popen(["iperf3", "-s", "-1", "--forceflush", "-p", port], stdout=subprocess.PIPE, text=True)
+    # It listens when it has said so.
+    while "Server listening" not in server.stdout.readline():
+        pass
+    client = ["iperf3", "-c", "127.0.0.1", "-p", port, "-t", "2", "-P", str(streams), "-J"]
+    told = json.loads(subprocess.run(client, capture_output=True, check=True).stdout)
+    server.wait()
+    return told["end"]["sum_received"]["bits_per_second"] / 8e9
 
 
 def ours(bench: str, row: str) -> dict[str, float]:
     """Median GB/s by way."""
-    text = subprocess.run([bench, row, "--bench"], capture_output=True, text=True, check=True).stdout
+    command = [bench, row, *(["tcp"] if BY_TCP else []), "--bench"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     part = re.search(rf"^{row} \([^)]*\), 1 at a time.*?(?=^\S|\Z)", text, re.S | re.M).group()
-    ways = "shared memory|cross-memory|shared, read|cross, read"
+    ways = "shared memory|cross-memory|shared, read|cross, read|tcp|raw tcp, 2|raw tcp, 4|raw tcp"
     found = re.findall(rf"^  ({ways}) +([\d.]+) GB/s", part, re.M)
     return {name: float(rate) for name, rate in found}
 
 
+def turn(bench: str, row: str) -> dict[str, float]:
+    """GB/s by way, of everybody once."""
+    rates = ours(bench, row)
+    for direction in ["WRITE"] if BY_TCP else ["WRITE", "READ"]:
+        rates[f"NIXL {direction}"] = nixl(direction, *ROWS[row])
+    if BY_TCP:
+        rates["Mooncake"] = mooncake(*ROWS[row])
+    return rates
+
+
 def main() -> None:
-    bench, *rows = sys.argv[1:]
+    bench, *rows = [word for word in sys.argv[1:] if word != "--tcp"]
     load = open("/proc/loadavg").read().split()[0]
     print(f"load average {load}; GB/s, median of {ROUNDS} rounds in turns")
+    if BY_TCP and shutil.which("iperf3"):
+        print(*(f"iperf3, {n}: {iperf(n):.2f}" for n in [1, 2, 4]), sep="  ", flush=True)
     for row in rows or ROWS:
         rates: dict[str, list[float]] = {}
         for _ in range(ROUNDS):
-            for name, rate in ours(bench, row).items():
+            for name, rate in turn(bench, row).items():
                 rates.setdefault(name, []).append(rate)
-            for direction in ["WRITE", "READ"]:
-                rates.setdefault(f"NIXL {direction}", []).append(measure(direction, *ROWS[row]))
         told = {name: sorted(values)[ROUNDS // 2] for name, values in rates.items()}
         print(row, *(f"{name} {rate:.2f}" for name, rate in told.items()), sep="  ", flush=True)
 

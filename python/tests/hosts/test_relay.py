@@ -2,6 +2,7 @@
 
 import socket
 import time
+from contextlib import AbstractContextManager, closing
 
 import pytest
 from wires import Wires
@@ -12,21 +13,14 @@ BYTES = 1000
 LATE_S = 0.02
 
 
+def laid(seed: int = 1) -> AbstractContextManager[Wires]:
+    return closing(Wires(["p0", "d0"], seed))
+
+
 @pytest.fixture
 def wires():
-    with laid(1) as wires:
+    with laid() as wires:
         yield wires
-
-
-class laid(Wires):
-    def __init__(self, seed: int):
-        super().__init__(["p0", "d0"], seed)
-
-    def __enter__(self) -> "laid":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def bound(wires: Wires, name: str) -> socket.socket:

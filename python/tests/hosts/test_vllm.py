@@ -7,7 +7,7 @@ from pathlib import Path
 import model
 import pytest
 from faults import FAULTS, SEED
-from fleet import Fleet
+from fleet import Fleet, served
 from outcome import judge, suffer
 from pair import prompt, request, tokens
 from ports import free_ports
@@ -112,14 +112,11 @@ def known(weights, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["push", "pull"])
 def fleet(request, weights, known, tmp_path_factory):
-    wires, fleet = Wires(HOSTS, SEED), None
-    try:
-        fleet = Vllm(wires, request.param, tmp_path_factory.mktemp(request.param), weights, known)
+    def make(*place) -> Vllm:
+        return Vllm(*place, weights, known)
+
+    with served(HOSTS, request.param, tmp_path_factory.mktemp(request.param), SEED, make) as fleet:
         yield fleet.ready()
-    finally:
-        if fleet:
-            fleet.close()
-        wires.close()
 
 
 def carried(fleet: Fleet) -> int:

@@ -80,7 +80,7 @@ class Relay:
 class Wires:
     """A switch, and hosts on it that have an address and a cable each."""
 
-    def __init__(self, names: list[str], seed: object = 1):
+    def __init__(self, names: list[str], seed: int):
         """`seed` is of what relays draw."""
         self.names, self.seed = names, seed
         self.switch = self.namespace("switch")

@@ -2,15 +2,18 @@
 
 import os
 import shutil
+from collections import Counter
 
 import pytest
 
 ROWS = pytest.StashKey[list[list[str]]]()
-HEADER = ["mode", "fault", "requests", "failed", "longest s", "hung", "wrong", "recovered s"]
+# Faults of scenario files that were not played, and why.
+LEFT = pytest.StashKey[list[str]]()
+HEADER = ["mode", "fault", "requests", "failed", "longest s", "hung", "wrong", "recovered s", "stood still s"]
 
 
 def pytest_configure(config):
-    config.stash[ROWS] = []
+    config.stash[ROWS], config.stash[LEFT] = [], []
     lacks = [name for name in ("ip", "tc", "nft") if shutil.which(name) is None]
     if lacks:
         pytest.exit(f"{', '.join(lacks)}: not there; install iproute2 and nftables", 2)
@@ -23,7 +26,16 @@ def row(request):
     return request.config.stash[ROWS].append
 
 
+@pytest.fixture
+def left(request):
+    return request.config.stash[LEFT].append
+
+
 def pytest_terminal_summary(terminalreporter, config):
+    if config.stash[LEFT]:
+        terminalreporter.section("faults of scenario files that were not played on wires")
+    for line, number in Counter(config.stash[LEFT]).items():
+        terminalreporter.line(f"{number:3} x {line}")
     rows = config.stash[ROWS]
     if not rows:
         return

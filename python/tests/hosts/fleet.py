@@ -4,10 +4,13 @@ import http.client
 import itertools
 import json
 import os
+import select
 import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +30,7 @@ class Answer:
     ended: float
     # None if there was no answer within HANG_S.
     status: int | None
-    # What the instance says of the KV.
+    # Of an answer, digests or tokens of what was computed and of what it has to be, and where the KV comes from.
     kv: dict = field(default_factory=dict)
     why: str = ""
 
@@ -50,6 +53,8 @@ class Fleet:
         self.processes: dict[str, subprocess.Popen] = {}
         self.instances: dict[str, dict] = {}
         self.http = f"{wires.address('r')}:8000"
+        # Requests that clients began.
+        self.asked = 0
         try:
             for name in wires.names:
                 self.start(name)
@@ -79,6 +84,15 @@ class Fleet:
             process.send_signal(signal.SIGKILL)
             process.wait()
 
+    def body(self, number: int) -> dict:
+        """Of 64 to 1,087 tokens, 1 to 17 MiB of KV."""
+        prompt = [number % 251, number // 251 % 251, *(at % 251 for at in range(62 + number * 37 % 1024))]
+        return {"model": "kvferry-tiny", "prompt": prompt, "max_tokens": 4}
+
+    def kv(self, _number: int, answer: dict) -> dict:
+        """Of `Answer`."""
+        return answer["kvferry"]
+
     def get(self, name: str, address: str, path: str) -> str:
         """The body of a page, asked for on that host."""
 
@@ -95,6 +109,20 @@ class Fleet:
         return {name: _value(page, "kvferry_blocks_held") for name, page in pages.items()}
 
 
+@contextmanager
+def served(names: list[str], mode: str, folder: Path, seed: int, make: Callable[..., Fleet] = Fleet) -> Iterator[Fleet]:
+    """A fleet on hosts of these names; `seed` is of what happens to packets."""
+    wires = Wires(names, seed)
+    fleet = None
+    try:
+        fleet = make(wires, mode, folder)
+        yield fleet
+    finally:
+        if fleet:
+            fleet.close()
+        wires.close()
+
+
 def _value(page: str, name: str) -> str:
     lines = (line.split() for line in page.splitlines())
     return next(words[-1] for words in lines if words and words[0].split("{")[0] == name)
@@ -107,8 +135,11 @@ class Clients:
         self.fleet = fleet
         self.answers: list[Answer] = []
         self.numbers = itertools.count()
+        # Seconds for which not even this process ran, on a machine that has other work: times are longer by that.
+        self.still = 0.0
         self.is_over = threading.Event()
         self.threads = [threading.Thread(target=fleet.wires.on, args=("r", self._ask_on)) for _ in range(CLIENTS)]
+        self.threads.append(threading.Thread(target=self._watch))
 
     def __enter__(self) -> "Clients":
         for thread in self.threads:
@@ -120,6 +151,12 @@ class Clients:
         for thread in self.threads:
             thread.join()
 
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self.is_over.wait(0.1):
+            self.still = max(self.still, time.monotonic() - looked - 0.1)
+            looked = time.monotonic()
+
     def _ask_on(self) -> None:
         while not self.is_over.is_set():
             self.answers.append(self._ask(next(self.numbers)))
@@ -128,21 +165,20 @@ class Clients:
                 self.is_over.wait(0.05)
 
     def _ask(self, number: int) -> Answer:
-        # Of 64 to 1,087 tokens, 1 to 17 MiB of KV.
-        prompt = [number % 251, number // 251 % 251, *(at % 251 for at in range(62 + number * 37 % 1024))]
-        body = {"model": "kvferry-tiny", "prompt": prompt, "max_tokens": 4}
+        body = self.fleet.body(number)
+        self.fleet.asked += 1
         begun = time.monotonic()
-        try:
-            connection = http.client.HTTPConnection(self.fleet.http, timeout=HANG_S)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            response = connection.getresponse()
-            text = response.read()
-            connection.close()
-        except TimeoutError:
+        connection = http.client.HTTPConnection(self.fleet.http, timeout=HANG_S)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        # Looks are counted, not time: in what this process stood still, the others may have as well.
+        if not any(select.select([connection.sock], [], [], 1.0)[0] for _ in range(round(HANG_S))):
             return Answer(begun, time.monotonic(), None)
+        response = connection.getresponse()
+        text = response.read()
+        connection.close()
         if response.status != 200:
             return Answer(begun, time.monotonic(), response.status, why=text.decode())
-        return Answer(begun, time.monotonic(), 200, json.loads(text)["kvferry"])
+        return Answer(begun, time.monotonic(), 200, self.fleet.kv(number, json.loads(text)))
 
     def served_since(self, moment: float, number: int) -> bool:
         """True if of the requests that began after that so many in a row were served by a hand-over."""

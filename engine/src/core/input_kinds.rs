@@ -116,6 +116,7 @@ kinds!("router", RouterInput {
     LegFailedRequest = failed!(LegFailure::Request(_)),
     ProbeAnswered = RouterInput::Probed { answers: true, .. },
     ProbeLost = RouterInput::Probed { answers: false, .. },
+    Load = RouterInput::Load { .. },
     Release = RouterInput::Release,
     Drain = RouterInput::Drain,
     Tick = RouterInput::Tick,

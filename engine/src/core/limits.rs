@@ -173,7 +173,7 @@ impl RouterConfig {
         let pairs = instances * instances;
         let of_instances = instances.saturating_mul(of_instance).saturating_add(pairs);
         // Requests wait for an instance, and before they are sent again.
-        let kept = KEPT_MAX as u64 + 2 * requests;
+        let kept = KEPT_MAX as u64 + 2 * requests + u64::from(self.load_period.is_some());
         Gauges {
             transfers: total(requests),
             queued: total(requests),

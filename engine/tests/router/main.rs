@@ -5,6 +5,7 @@ mod closed;
 mod direct;
 mod discovery;
 mod examples;
+mod load;
 mod overload;
 mod pairs;
 mod release;
@@ -16,7 +17,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
-    ClientAnswer, LegEvent, LegFailure, RoutedPrompt, RouterConfig,
+    ClientAnswer, LegEvent, LegFailure, RoutedPrompt, RouterConfig, RouterInput, ServerLoad,
 };
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -34,6 +35,8 @@ enum RouterStep {
     Late(usize, LegEvent),
     Gone(u64),
     Pass(u64),
+    /// Engine, and what its server says of its load: requests, and how full its KV cache is.
+    Load(usize, [u32; 3], u16),
     Drain,
 }
 
@@ -63,13 +66,15 @@ fn step() -> impl Strategy<Value = RouterStep> {
         1 => (any::<usize>(), event()).prop_map(|(n, event)| RouterStep::Late(n, event)),
         1 => any::<u64>().prop_map(RouterStep::Gone),
         4 => (0u64..300).prop_map(RouterStep::Pass),
+        2 => (0..ENGINES.len() + 1, any::<[u32; 3]>(), any::<u16>(), 0u32..32).prop_map(|(e, load, kv, shift)| RouterStep::Load(e, load.map(|n| n >> shift), kv)),
         1 => prop::bool::weighted(0.02).prop_map(|d| if d { RouterStep::Drain } else { RouterStep::Pass(0) }),
     ]
 }
 
 fn config() -> impl Strategy<Value = RouterConfig> {
-    (0u32..4, 0u32..6, 1u32..12, 0u32..300).prop_map(|(retries, waiting, requests, affinity)| {
-        RouterConfig {
+    let load = prop::option::of((1u64..400).prop_map(Nanos::from_ms));
+    (0u32..4, 0u32..6, 1u32..12, 0u32..300, load).prop_map(
+        |(retries, waiting, requests, affinity, load_period)| RouterConfig {
             expiry: Nanos::from_ms(1000),
             suspicion: Nanos::from_ms(100),
             breaker_max: Nanos::from_ms(400),
@@ -81,9 +86,10 @@ fn config() -> impl Strategy<Value = RouterConfig> {
             requests_max: requests,
             affinity_percent: affinity,
             prefixes_max: 8,
+            load_period,
             ..RouterConfig::default()
-        }
-    })
+        },
+    )
 }
 
 /// Incarnation and sequence of each engine.
@@ -131,6 +137,12 @@ fn play(world: &mut RouterWorld, lives: &mut Lives, step: RouterStep) {
             }
         }
         RouterStep::Pass(ms) => world.advance(Nanos::from_ms(ms)),
+        RouterStep::Load(engine, [running, waiting, queued], kv_cache) => {
+            let name = ENGINES.get(engine).unwrap_or(&"nobody");
+            let http = format!("{name}:8000").as_str().into();
+            let load = ServerLoad { running, waiting, queued, kv_cache };
+            world.give(RouterInput::Load { http, load });
+        }
         RouterStep::Drain => world.drain(),
     }
 }

@@ -126,6 +126,7 @@ impl RouterWorld {
                     self.judge_dispatch(leg, client, engine, &body);
                 }
                 RouterEffect::Probe { http, .. } => panic!("{http} is probed unasked"),
+                RouterEffect::AskLoad { .. } => assert!(self.config.load_period.is_some()),
                 RouterEffect::CancelLeg { leg } => self.end(leg),
                 RouterEffect::Answer { client, answer } => {
                     assert!(self.open.remove(&client), "{client} has no open request");

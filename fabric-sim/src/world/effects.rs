@@ -45,6 +45,7 @@ impl Simulation {
             RouterEffect::Probe { probe, .. } => {
                 self.tell(0, RouterInput::Probed { probe, answers: true }.into());
             }
+            RouterEffect::AskLoad { http } => self.ask_load(&http),
             RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
             RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
         }

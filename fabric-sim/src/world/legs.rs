@@ -4,7 +4,7 @@ use super::Simulation;
 use super::event::SimEnvelope;
 use crate::observation::{Observation, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId};
-use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput};
+use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput, ServerLoad};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Endpoint;
 use kvferry_scenarios::Run;
@@ -21,6 +21,8 @@ pub(super) struct SimLegs {
     live: BTreeMap<LegId, SimLeg>,
     /// Instances by where they take legs.
     endpoints: BTreeMap<String, u16>,
+    /// Times that a server was asked for its load.
+    asked: u64,
 }
 
 #[derive(Debug)]
@@ -40,7 +42,12 @@ impl SimLegs {
     pub(super) fn new(run: &Run) -> SimLegs {
         let endpoint = |(index, spec)| (super::build::http(spec).0.to_string(), index);
         let endpoints = (0..).zip(&run.instances).map(endpoint).collect();
-        SimLegs { live: BTreeMap::new(), endpoints }
+        SimLegs { live: BTreeMap::new(), endpoints, asked: 0 }
+    }
+
+    /// Legs that have not ended at an instance.
+    fn at(&self, instance: u16) -> u32 {
+        self.live.values().filter(|leg| leg.instance == instance).count() as u32
     }
 
     /// Legs of a client and where they are served.
@@ -97,6 +104,33 @@ impl Simulation {
             self.post(at + after - self.now, envelope);
         }
         self.post(at - self.now, SimEnvelope::Ask { instance, leg, input });
+    }
+
+    /// A server is asked for its load. Two answers of eight are lost or late, and one is a lie.
+    pub(super) fn ask_load(&mut self, http: &Endpoint) {
+        let Some(instance) = self.legs.endpoints.get(&*http.0).copied() else { return };
+        if self.instances[usize::from(instance)].process.is_none() {
+            return;
+        }
+        let key = DecisionKey::new(self.run.seed, "load").actor(u64::from(instance));
+        let key = key.nth(self.legs.asked);
+        self.legs.asked += 1;
+        let word = |part| key.part(part).get();
+        let latency = self.run.network.control_latency.draw(&key.part("latency"));
+        let true_load = ServerLoad { running: self.legs.at(instance), ..ServerLoad::default() };
+        let (after, load) = match word("fate") % 8 {
+            0 => return,
+            1 => (latency + Nanos::from_ms(word("late") % 20_000), true_load),
+            2 => {
+                let lie = |part| (word(part) >> (32 + word(part) % 32)) as u32;
+                let (running, waiting) = (lie("running"), lie("waiting"));
+                let (queued, kv_cache) = (lie("queued"), lie("kv_cache") as u16);
+                (latency, ServerLoad { running, waiting, queued, kv_cache })
+            }
+            _ => (latency, true_load),
+        };
+        let input = RouterInput::Load { http: http.clone(), load }.into();
+        self.post(after, SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 });
     }
 
     fn leg_input(&self, leg: LegId, client: ClientId, body: LegBody) -> EngineInput {

@@ -333,6 +333,7 @@ settings! {
         stream_grace: Nanos => config.stream_grace;
         drain_max: Nanos => config.drain_max;
         wait_max: Nanos => config.wait_max;
+        load_period: Nanos => config.load_period;
         instances_max: u32 => config.instances_max;
         legs_max: u32 => config.legs_max;
         retries_max: u32 => config.retries_max;

@@ -3,6 +3,7 @@
 use super::RouterTurn;
 use super::health::{FailureSeverity, of_instance, of_pair};
 use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
+use super::load::ServerLoad;
 use super::pairing::{Choice, SelectionRequest};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
 use super::requests::{PromptState, SampleProgress, SampleState};
@@ -12,8 +13,12 @@ use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
 use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
+use crate::fabric::Endpoint;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// Servers are not asked for their load more often.
+const LOAD_PERIOD_MIN: Nanos = Nanos::from_ms(1);
 
 /// A leg in flight.
 #[derive(Clone, Debug)]
@@ -48,6 +53,8 @@ pub(super) enum RouterTimer {
     Heal(InstanceId),
     /// An instance that did not answer is probed again.
     Probe(InstanceId),
+    /// Servers are asked for their load.
+    Load,
     /// A request waited long enough for an instance.
     Wait(ClientId),
     /// A request is sent again, to whomever.
@@ -452,6 +459,34 @@ impl LegDispatcher {
             self.registry.instance_mut(instance_id).unproven = false;
         } else if let Some(period) = self.config.probe {
             self.timers.arm(RouterTimer::Probe(instance_id), now + period);
+        }
+    }
+
+    fn load_period(&self) -> Option<Nanos> {
+        let period = self.config.load_period.filter(|period| *period > Nanos::ZERO);
+        period.map(|period| period.max(LOAD_PERIOD_MIN))
+    }
+
+    /// Servers are to be asked for their load, if they are not to be already.
+    pub(super) fn await_loads(&mut self, now: Nanos) {
+        if let Some(period) = self.load_period() {
+            self.timers.arm_if_idle(RouterTimer::Load, now + period);
+        }
+    }
+
+    /// Asks servers for their load, as long as there are some.
+    pub(super) fn ask_loads(&mut self, turn: &mut RouterTurn<'_>) {
+        let asked = self.registry.ask_loads(turn.now);
+        if !asked.is_empty() {
+            self.await_loads(turn.now);
+        }
+        asked.into_iter().for_each(|http| turn.push(RouterEffect::AskLoad { http }));
+    }
+
+    /// A server said how busy it is.
+    pub(super) fn loaded(&mut self, now: Nanos, http: &Endpoint, load: ServerLoad) {
+        if let Some(period) = self.load_period() {
+            self.registry.loaded(now, http, load, period);
         }
     }
 

@@ -1,6 +1,7 @@
 //! What goes into and comes out of the router.
 
 use super::admission::ListedInstances;
+use super::load::ServerLoad;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
@@ -47,6 +48,12 @@ pub enum RouterInput {
     /// Let the instances go, so that they register with another router; serve on with what they said
     /// last.
     Release,
+    /// What a server said of its load. It is not believed for long, and of who left it is ignored.
+    Load {
+        /// Where it takes legs.
+        http: Endpoint,
+        load: ServerLoad,
+    },
 }
 
 /// What a proof says of registrations.
@@ -161,6 +168,11 @@ pub enum RouterEffect {
         client: ClientId,
         /// How its request ended.
         answer: ClientAnswer,
+    },
+    /// Ask a server for its load; told by [`RouterInput::Load`], or not at all.
+    AskLoad {
+        /// Where it takes legs.
+        http: Endpoint,
     },
 }
 
@@ -301,6 +313,9 @@ pub struct RouterConfig {
     /// An instance that registers by a frame gets no legs before it answered a probe; it is asked
     /// again after this long. None: it gets legs at once.
     pub probe: Option<Nanos>,
+    /// Servers are asked for their load this often, beside what is known of their legs. None
+    /// or zero: never.
+    pub load_period: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,
     /// Requests that are open, in flight or waiting; more are answered `Overload`. None: no limit.
@@ -349,6 +364,7 @@ impl Default for RouterConfig {
             retry_wait_max: Nanos::from_secs(30),
             retry_pause: Nanos::from_ms(500),
             probe: None,
+            load_period: None,
             requests_max: 1_000_000,
             open_max: None,
             retry_share: None,

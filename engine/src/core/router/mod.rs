@@ -56,6 +56,7 @@ mod dispatcher;
 mod health;
 mod io;
 mod lifecycle;
+mod load;
 mod pairing;
 mod prefixes;
 mod registry;
@@ -68,6 +69,7 @@ pub use admission::ListedInstances;
 pub(super) use discovery::{RegistrationKind, registration_kind};
 pub(super) use health::{FailureSeverity, of_instance};
 pub use io::*;
+pub use load::ServerLoad;
 pub use rejections::RejectReason;
 pub use rejections::Rejection;
 pub use view::{InstanceState, InstanceView, RouterCounters};
@@ -281,6 +283,7 @@ impl Router {
                 told.into_iter().for_each(|command| turn.push(command));
             }
             self.dispatcher.heard_of_pairs(turn.now, instance_id);
+            self.dispatcher.await_loads(turn.now);
             if instance_id == new && link.is_some() && self.dispatcher.config.probe.is_some() {
                 self.dispatcher.registry.instance_mut(instance_id).unproven = true;
                 self.dispatcher.probe(instance_id, turn);
@@ -326,6 +329,7 @@ impl Router {
                 // It was armed to have the waiting requests looked at.
                 RouterTimer::Heal(_) => {}
                 RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, turn),
+                RouterTimer::Load => self.dispatcher.ask_loads(turn),
                 RouterTimer::Wait(client) => self.gave_up(client, turn),
                 RouterTimer::Retry(client) => self.retry(client, turn),
             }
@@ -363,6 +367,7 @@ impl Machine for Router {
                     self.wake(turn);
                 }
             }
+            RouterInput::Load { http, load } => self.dispatcher.loaded(turn.now, &http, load),
             RouterInput::Release => self.release(turn),
             RouterInput::Drain => self.draining = true,
             RouterInput::Tick => {}

@@ -2,7 +2,8 @@
 //!
 //! Prefill and decode are chosen independently, but for pairs that do not fit, which are not taken,
 //! and those between which KV did not get through lately, or that are one server: they are taken only
-//! if there is no other. A server that is both has the load of both.
+//! if there is no other. A server that is both has the load of both. What servers say of requests of
+//! others counts as well, and who is busy by its own word is taken only if all are.
 //! Among equals, who met the other side's choice longest ago is taken, then who was not chosen for
 //! longest: all pairs get used, and not P_i with D_i only.
 
@@ -17,8 +18,9 @@ use crate::core::time::Nanos;
 /// server.
 type PairSuspicion = (bool, bool, bool);
 
-/// Then hundredths of tokens, and failures of the pair in a row; smaller is better.
-type LegCost = (PairSuspicion, i128, u32);
+/// Then whether its server is busy by its own word, hundredths of tokens, and failures of the pair in a
+/// row; smaller is better.
+type LegCost = (PairSuspicion, bool, i128, u32);
 
 /// What a leg is chosen for, and among whom.
 #[derive(Clone, Copy)]
@@ -50,9 +52,11 @@ impl<'a> SelectionRequest<'a> {
         let bonus = i128::from(saved) * i128::from(self.config.affinity_percent);
         let beside = instance.beside.and_then(|beside| self.registry.get(beside));
         let tokens = instance.tokens + beside.map_or(0, |beside| beside.tokens);
-        let cost = i128::from(tokens) * 100 - bonus;
+        let tokens = i128::from(tokens) + i128::from(self.registry.others(self.now, instance));
+        let cost = tokens * 100 - bonus;
         let choice = Choice { instance_id: id, mode: instance.registration.mode, saved };
-        (((false, self.avoid.contains(&id), false), cost, 0), choice)
+        let is_busy = instance.is_busy(self.now);
+        (((false, self.avoid.contains(&id), false), is_busy, cost, 0), choice)
     }
 
     /// The same for a decode of KV from `prefill`.
@@ -61,11 +65,12 @@ impl<'a> SelectionRequest<'a> {
         prefill: &RegisteredInstance,
         decode: (InstanceId, &RegisteredInstance),
     ) -> (LegCost, Choice) {
-        let (((_, avoid, _), cost, _), choice) = self.weigh(decode);
+        let (((_, avoid, _), is_busy, cost, _), choice) = self.weigh(decode);
         let health = prefill.failing.get(&decode.0);
         let suspect = health.is_some_and(|health| health.is_suspect(self.now));
         let is_one = prefill.beside == Some(decode.0);
-        (((suspect, avoid, is_one), cost, health.map_or(0, Health::failures)), choice)
+        let failures = health.map_or(0, Health::failures);
+        (((suspect, avoid, is_one), is_busy, cost, failures), choice)
     }
 
     fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
@@ -98,7 +103,7 @@ impl<'a> SelectionRequest<'a> {
         }
         self.takers(Role::Prefill)
             .filter_map(|candidate| {
-                let (((_, avoid, _), cost, _), choice) = self.weigh(candidate);
+                let (((_, avoid, _), is_busy, cost, _), choice) = self.weigh(candidate);
                 let prefill = candidate.1;
                 let anyone = decodes[choice.mode as usize]?;
                 let understood =
@@ -110,9 +115,9 @@ impl<'a> SelectionRequest<'a> {
                     true => anyone,
                     false => self.best_decode(prefill)?,
                 };
-                let ((suspect, avoids, is_one), _, failures) = decode.cost;
+                let ((suspect, avoids, is_one), decode_busy, _, failures) = decode.cost;
                 let met = decode.only.and_then(|decode| prefill.paired.get(&decode).copied());
-                let doubts = (suspect, avoid, avoids, is_one);
+                let doubts = (suspect, avoid, avoids, is_one, is_busy, decode_busy);
                 Some(((doubts, cost, failures, met, prefill.picked, choice.instance_id), choice))
             })
             .min_by_key(|(rank, _)| *rank)

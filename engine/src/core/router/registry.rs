@@ -4,6 +4,7 @@ use super::abandon_queue::AbandonQueue;
 use super::discovery::{RegistrationEntry, rank_name};
 use super::health::Health;
 use super::io::{PairMember, RouterConfig};
+use super::load::{KnownLoad, LegWeights};
 use super::prefixes::PrefixMemory;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
@@ -70,6 +71,10 @@ pub(super) struct RegisteredInstance {
     pub(super) troubles: BTreeMap<InstanceId, u32>,
     /// The instance of the other role in the same server, which has the same KV cache.
     pub(super) beside: Option<InstanceId>,
+    /// What its server said of its load.
+    pub(super) load: Option<KnownLoad>,
+    /// Its legs when its server was last asked for that.
+    pub(super) legs_asked: usize,
 }
 
 impl RegisteredInstance {
@@ -166,7 +171,9 @@ impl InstanceRecord {
 /// All instances, and the names of as many that left.
 #[derive(Debug)]
 pub(super) struct Registry {
-    instances: BTreeMap<InstanceId, RegisteredInstance>,
+    pub(super) instances: BTreeMap<InstanceId, RegisteredInstance>,
+    /// What legs weigh.
+    pub(super) weights: LegWeights,
     known: BTreeMap<EngineId, InstanceRecord>,
     left: RecentSet<EngineId>,
     next_instance: u64,
@@ -177,6 +184,7 @@ impl Registry {
     pub(super) fn new(instances_max: u32) -> Registry {
         Registry {
             instances: BTreeMap::new(),
+            weights: LegWeights::default(),
             known: BTreeMap::new(),
             left: RecentSet::new(instances_max),
             next_instance: 0,
@@ -404,6 +412,8 @@ impl Registry {
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
                 beside: None,
+                load: None,
+                legs_asked: 0,
             },
         );
         self.compare(instance_id);
@@ -450,8 +460,13 @@ impl Registry {
         let instance = self.instance_mut(instance_id);
         instance.picked = picked;
         instance.tokens += tokens;
+        let role = instance.registration.role;
+        if let Some(load) = &mut instance.load {
+            load.sent += 1;
+        }
         let before = instance.legs.insert(leg, client);
         assert!(before.is_none(), "leg {leg} was sent twice");
+        self.weights.sent(role, tokens);
     }
 
     /// Notes that the last choice paired `decode` with `prefill`.

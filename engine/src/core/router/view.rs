@@ -1,5 +1,6 @@
 //! What the router tells about itself.
 
+use super::load::ServerLoad;
 use super::registry::RegisteredInstance;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
@@ -49,6 +50,10 @@ pub struct InstanceView<'a> {
     /// Tokens of its legs in flight.
     pub tokens: u64,
     pub legs: u32,
+    /// What its server said of its load and how long ago, if that counts.
+    pub load: Option<(ServerLoad, Nanos)>,
+    /// True if its server is so busy by that that others are taken.
+    pub busy: bool,
     /// Whether it gets new legs.
     pub state: InstanceState,
 }
@@ -83,6 +88,8 @@ impl<'a> InstanceView<'a> {
             age: now - instance.registered,
             tokens: instance.tokens,
             legs: instance.legs.len() as u32,
+            load: instance.load(now).map(|load| (load.said, now - load.at)),
+            busy: instance.is_busy(now),
             state,
         }
     }

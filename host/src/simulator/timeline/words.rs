@@ -36,7 +36,8 @@ pub(super) struct Names {
 const NUMBERS: [&str; 7] = ["op", "ticket", "flow", "session", "client", "leg", "region"];
 
 /// What is said all the time, of whatever comes in front of the label.
-const MINOR: [&str; 7] = ["Tick", "Layers", "Ack", "Probe", "Register", "Probed", "Start"];
+const MINOR: [&str; 9] =
+    ["Tick", "Layers", "Ack", "Probe", "Register", "Probed", "Start", "AskLoad", "Load"];
 
 impl Names {
     pub(super) fn number(&self, name: &str) -> Option<u64> {

@@ -59,8 +59,22 @@ struct ListedInstance {
     age_seconds: f64,
     in_flight_legs: u32,
     in_flight_tokens: u64,
+    /// What its server said of its load, if it is asked for that.
+    load: Option<ListedLoad>,
     #[serde(skip)]
     is: (Role, Mode, InstanceState),
+}
+
+/// What a server said of its load, as it is listed.
+#[derive(Serialize)]
+struct ListedLoad {
+    running: u32,
+    waiting: u32,
+    queued: u32,
+    kv_cache_usage: f64,
+    age_seconds: f64,
+    /// Others are taken.
+    busy: bool,
 }
 
 /// A registration that was not taken, as it is listed.
@@ -112,6 +126,14 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         age_seconds: seconds(it.age),
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
+        load: it.load.map(|(load, age)| ListedLoad {
+            running: load.running,
+            waiting: load.waiting,
+            queued: load.queued,
+            kv_cache_usage: f64::from(load.kv_cache) / 1000.0,
+            age_seconds: seconds(age),
+            busy: it.busy,
+        }),
         is: (it.role, it.mode, it.state),
     });
     let rejected = router.rejections().map(|it| ListedRejection {
@@ -254,7 +276,10 @@ impl Admin {
     pub(crate) async fn metrics(&self) -> Response {
         match self.state().await {
             Ok(state) => {
-                let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
+                let instances = state
+                    .workers
+                    .iter()
+                    .map(|it| (it.is.0, it.is.2, it.load.as_ref().is_some_and(|load| load.busy)));
                 let there = state.workers.iter().map(|it| (it.is.0, &*it.engine));
                 self.handler.metrics.times.retain(there);
                 self.handler.metrics.update(&state.counters, instances, state.waiting);

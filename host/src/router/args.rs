@@ -80,6 +80,10 @@ pub(crate) struct RouterArgs {
     /// to a decode alone; 0: none
     #[arg(long, value_name = "TOKENS", default_value_t = 0)]
     pub(crate) direct_below: u32,
+    /// Ask each server this often, in seconds, for the load that its /metrics tells, which counts beside
+    /// what the router sent it: for several routers of one fleet; 0: do not ask
+    #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
+    pub(crate) scrape_load: f64,
     /// Transfers of one request: prompts times n
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) parts_max: u32,
@@ -175,6 +179,10 @@ impl RouterArgs {
             // Where nobody is left to come back, who asked is told soon.
             retry_wait_max: wait_max.min(Nanos::from_ms(600)),
             probe: Some(Nanos::from_ms(500)),
+            load_period: match self.scrape_load {
+                0.0 => None,
+                period => Some(nanos("--scrape-load", period)?),
+            },
             release_max: self.release_max()?,
             waiting_max: self.queue_size,
             requests_max: self.requests_max,

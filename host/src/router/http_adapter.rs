@@ -5,6 +5,7 @@ use super::args::HttpSettings;
 use super::error::HttpError;
 use super::instance_times::InstanceTimes;
 use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead};
+use super::load::LoadCalls;
 use super::merge;
 use super::metrics::{LegLabels, RouterMetrics, role_name};
 use super::params::TransferUid;
@@ -135,6 +136,7 @@ pub(crate) struct HttpAdapter {
     metrics: RouterMetrics,
     clients: HashMap<ClientId, ClientState>,
     legs: HashMap<LegId, InFlightLeg>,
+    loads: LoadCalls,
 }
 
 impl HttpAdapter {
@@ -149,7 +151,8 @@ impl HttpAdapter {
     ) -> RouterAddr {
         let adapter = |core| {
             let (clients, legs) = Default::default();
-            HttpAdapter { core, plane, pool, settings, metrics, clients, legs }
+            let loads = LoadCalls::new();
+            HttpAdapter { core, plane, pool, settings, metrics, clients, legs, loads }
         };
         Driver::start(adapter, router, None, clock)
     }
@@ -464,6 +467,9 @@ impl PlaneAdapter for HttpAdapter {
             RouterEffect::Answer { client, answer } => self.answer(client, &answer),
             RouterEffect::Probe { probe, http } => {
                 probe::start(probe, http, self.pool.clone(), self.core.clone());
+            }
+            RouterEffect::AskLoad { http } => {
+                self.loads.start(http, self.pool.clone(), self.core.clone(), &self.metrics);
             }
         }
     }

@@ -25,6 +25,16 @@ pub(crate) struct LegLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(crate) struct LoadLabels {
+    pub(crate) outcome: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RoleLabels {
+    role: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct InstanceLabels {
     role: &'static str,
     state: &'static str,
@@ -74,7 +84,10 @@ pub(crate) struct RouterMetrics {
     pub(crate) first_byte: Histogram,
     /// Times of each instance.
     pub(crate) times: AllInstanceTimes,
+    /// Questions to servers for their load.
+    pub(crate) loads: Family<LoadLabels, Counter>,
     instances: Family<InstanceLabels, Gauge>,
+    busy: Family<RoleLabels, Gauge>,
     rejected: Family<RejectionLabels, Counter>,
     waiting: Gauge,
     /// Those of the router core, in the order of [`CORE`].
@@ -107,7 +120,9 @@ impl RouterMetrics {
             clients: ClientMeters::default(),
             bodies_refused: Counter::default(),
             first_byte: Histogram::new(buckets),
+            loads: Family::default(),
             instances: Family::default(),
+            busy: Family::default(),
             rejected: Family::default(),
             waiting: Gauge::default(),
             core: Default::default(),
@@ -127,6 +142,10 @@ impl RouterMetrics {
         let about = "From a request to the begin of its answer";
         registry.register("first_byte_seconds", about, all.first_byte.clone());
         registry.register("instances", "Instances by state", all.instances.clone());
+        let about = "Questions to servers for their load (--scrape-load)";
+        registry.register("load_scrapes", about, all.loads.clone());
+        let about = "Instances whose server is busy by its own word";
+        registry.register("busy_instances", about, all.busy.clone());
         let about = "Registrations that were not taken";
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
@@ -142,13 +161,16 @@ impl RouterMetrics {
     pub(crate) fn update(
         &self,
         counters: &RouterCounters,
-        instances: impl Iterator<Item = (Role, InstanceState)>,
+        instances: impl Iterator<Item = (Role, InstanceState, bool)>,
         waiting: u32,
     ) {
         self.instances.clear();
-        for (role, state) in instances {
-            let labels = InstanceLabels { role: role_name(role), state: state_name(state) };
+        self.busy.clear();
+        for (role, state, is_busy) in instances {
+            let role = role_name(role);
+            let labels = InstanceLabels { role, state: state_name(state) };
             self.instances.get_or_create(&labels).inc();
+            self.busy.get_or_create(&RoleLabels { role }).inc_by(i64::from(is_busy));
         }
         for (reason, count) in &counters.rejected {
             let counter =

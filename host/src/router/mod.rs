@@ -17,6 +17,7 @@ mod handler;
 mod http_adapter;
 mod instance_times;
 mod leg;
+mod load;
 mod merge;
 mod metrics;
 mod params;

@@ -98,7 +98,7 @@ const EXCEPTIONS: [Exception; 17] = exceptions! {
 /// Streams, whole answers, requests that are wrong, clients that leave, and the ends of processes, where KV is
 /// verified.
 fn native(seen: &mut SeenInputs, mode: &str) {
-    let fleet = TestCluster::new(&[]);
+    let fleet = TestCluster::new(&["--scrape-load", "0.2"]);
     let p = fleet.serve("prefill", mode, &["--set", PATIENT, "--verify", "all"]);
     let mut d = fleet.serve("decode", mode, &["--set", PATIENT, "--verify", "all"]);
     fleet.ready(2);
@@ -107,6 +107,7 @@ fn native(seen: &mut SeenInputs, mode: &str) {
     let many: Vec<u32> = (0..100_000).map(|at| at % 251).collect();
     assert_eq!(fleet.ask(3, &[("prompt", json!(many))]).0, 400);
     leave(&fleet);
+    until(seen, &fleet.router, "router", &["Load"]);
     // Of the beacon, if of nothing else.
     until(seen, &p, "prefill", &["Tick"]);
     until(seen, &d, "decode", &["Tick"]);

@@ -82,6 +82,8 @@ pub(crate) struct StubInstance {
     pub(crate) dropped: watch::Sender<usize>,
     /// Whether it answers probes well, and what key they had.
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+    /// What it answers at /metrics.
+    pub(crate) metrics: Arc<Mutex<Act>>,
     /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
     partners: Arc<Mutex<Vec<ReceivedLegs>>>,
     /// Speaks TLS if there is one; all connections end when it is changed.
@@ -277,6 +279,7 @@ impl StubInstance {
             arrived: watch::Sender::new(0),
             dropped: watch::Sender::new(0),
             health: Arc::new(Mutex::new((true, Vec::new()))),
+            metrics: Arc::new(Mutex::new(Act::Text(404, ""))),
             partners,
             tls: watch::Sender::new(None),
             accepted: Arc::default(),
@@ -284,7 +287,7 @@ impl StubInstance {
         };
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
         let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
-        let health = backend.health.clone();
+        let (health, metrics) = (backend.health.clone(), backend.metrics.clone());
         let (tls, accepted) = (backend.tls.clone(), backend.accepted.clone());
         backend.server = Some(tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
@@ -298,6 +301,7 @@ impl StubInstance {
                     arrived: arrived.clone(),
                     dropped: dropped.clone(),
                     health: health.clone(),
+                    metrics: metrics.clone(),
                 };
                 let service = service_fn(move |request| serve(request, state.clone()));
                 let mut changes = tls.subscribe();
@@ -342,6 +346,11 @@ impl StubInstance {
         self.on(move |_| Some(act.clone()));
     }
 
+    /// Has it answer this at /metrics.
+    pub(crate) fn says(&self, page: &str) {
+        *self.metrics.lock().unwrap() = Act::Stream(vec![page.to_owned()]);
+    }
+
     /// Legs that came so far.
     pub(crate) fn seen(&self) -> Vec<ReceivedLeg> {
         self.legs.lock().unwrap().clone()
@@ -382,11 +391,12 @@ struct StubState {
     arrived: watch::Sender<usize>,
     dropped: watch::Sender<usize>,
     health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+    metrics: Arc<Mutex<Act>>,
 }
 
 async fn serve(
     request: Request<Incoming>,
-    StubState { legs, decide, arrived, dropped, health }: StubState,
+    StubState { legs, decide, arrived, dropped, health, metrics }: StubState,
 ) -> Result<Response<Chunks>, std::io::Error> {
     if request.method() == hyper::Method::GET {
         let key =
@@ -398,6 +408,10 @@ async fn serve(
                 if health.0 { 200 } else { 503 }
             };
             return act(Act::Text(status, "")).await;
+        }
+        if request.uri().path() == "/metrics" {
+            let page = metrics.lock().unwrap().clone();
+            return act(page).await;
         }
         let body = json!({"object": "list", "data": [{"id": "fake-model"}], "key": key});
         return act(Act::Json(200, body)).await;

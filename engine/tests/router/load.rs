@@ -95,10 +95,10 @@ fn what_the_router_sent_itself_counts_once() {
     assert_eq!(mine.engine, "d0");
     bench.tick();
     says(&mut bench, "d0", running(1));
-    says(&mut bench, "d1", running(1));
-    // That of the other is of somebody else, and weighs as much.
+    // Those of the other are of somebody else, and weigh as much each.
+    says(&mut bench, "d1", running(2));
     let [_, second] = legs(&mut bench);
-    assert_eq!(second.engine, "d1");
+    assert_eq!(second.engine, "d0");
     bench.leg(second.leg, done());
     bench.leg(mine.leg, done());
     assert_eq!(decode(&mut bench), "d0", "what has ended counts no more");

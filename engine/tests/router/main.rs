@@ -10,6 +10,7 @@ mod overload;
 mod pairs;
 mod release;
 mod signed;
+mod switch;
 mod world;
 
 use kvferry_engine::core::Nanos;

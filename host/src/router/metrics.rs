@@ -94,13 +94,14 @@ pub(crate) struct RouterMetrics {
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 9] = [
+const CORE: [(&str, &str); 10] = [
     ("retries", "Transfers sent again after a failure"),
     ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
     ("shed", "Requests that were refused because too many are open or wait"),
     ("direct_prompts", "Prompts that were sent to a decode alone"),
     ("expired", "Instances whose registration expired"),
     ("replaced", "Instances that were replaced by a new incarnation"),
+    ("role_switches", "Instances that registered anew in another role and had legs to finish"),
     ("suspicions", "Times that an instance became suspect"),
     ("cancelled_legs", "Legs that were cancelled"),
     ("unread_prefills", "Decode legs in READ mode without anything to read"),
@@ -179,7 +180,7 @@ impl RouterMetrics {
         }
         self.waiting.set(i64::from(waiting));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
-        let RouterCounters { replaced, suspicions, cancelled, unread, .. } = counters;
+        let RouterCounters { replaced, switched, suspicions, cancelled, unread, .. } = counters;
         let counts = [
             retries,
             refused_retries,
@@ -187,6 +188,7 @@ impl RouterMetrics {
             direct,
             expired,
             replaced,
+            switched,
             suspicions,
             cancelled,
             unread,
@@ -214,5 +216,6 @@ pub(crate) fn state_name(state: InstanceState) -> &'static str {
         InstanceState::Trial => "trial",
         InstanceState::Draining => "draining",
         InstanceState::Lost => "lost",
+        InstanceState::Switching => "switching",
     }
 }

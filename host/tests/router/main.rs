@@ -13,4 +13,5 @@ mod registrations;
 mod requests;
 mod rig;
 mod streams;
+mod switch;
 mod tls;

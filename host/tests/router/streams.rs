@@ -9,12 +9,12 @@ use std::sync::{Arc, Mutex};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::timeout;
 
-fn feed() -> (mpsc::UnboundedSender<String>, Act) {
+pub(crate) fn feed() -> (mpsc::UnboundedSender<String>, Act) {
     let (sender, receiver) = mpsc::unbounded_channel();
     (sender, Act::Fed(Arc::new(Mutex::new(Some(receiver)))))
 }
 
-fn event(text: &str) -> String {
+pub(crate) fn event(text: &str) -> String {
     format!("data: {}\n\n", json!({"choices": [{"index": 0, "text": text}]}))
 }
 

@@ -287,8 +287,8 @@ pub struct RouterConfig {
     /// When a registration expires, legs that stream tokens go on for this long, in case only the
     /// discovery channel is disturbed; the other legs fail over at once.
     pub stream_grace: Nanos,
-    /// Longest time for an instance that registered as draining to finish its legs; it need not
-    /// register again.
+    /// Longest time for an instance that registered as draining, or anew in another role, to finish
+    /// its legs; it need not register again.
     pub drain_max: Nanos,
     /// Instances that the router let go are kept for this long.
     pub release_max: Nanos,

@@ -261,8 +261,10 @@ impl Router {
         let new = registry.next_instance();
         let registered = admission::admit(&http, is_trusted, config)
             .and_then(|()| registry.register(turn.now, (entry, source), config));
-        let (instance_id, replaced) = match registered {
-            Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
+        let (instance_id, replaced, switched) = match registered {
+            Ok(RegisterOutcome::Current { instance_id, replaced, switched }) => {
+                (instance_id, replaced, switched)
+            }
             Ok(RegisterOutcome::Stale) => {
                 self.dispatcher.counters.stale += 1;
                 return Ok(());
@@ -292,6 +294,11 @@ impl Router {
                 self.dispatcher.remove(instance_id);
             }
         }
+        if let Some(former) = switched {
+            self.dispatcher.counters.switched += 1;
+            let until = turn.now + self.dispatcher.config.drain_max;
+            self.dispatcher.timers.arm(RouterTimer::Expiry(former), until);
+        }
         for replaced in replaced {
             self.dispatcher.counters.replaced += 1;
             if !planted!("replaced-incarnation-keeps-its-legs") {
@@ -307,7 +314,7 @@ impl Router {
 
     fn expired(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let instance = self.dispatcher.registry.instance_mut(instance_id);
-        let first = !instance.lost && !instance.registration.draining;
+        let first = !instance.lost && !instance.is_leaving();
         instance.lost = true;
         if first {
             self.dispatcher.counters.expired += 1;

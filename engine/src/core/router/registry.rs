@@ -71,6 +71,10 @@ pub(super) struct RegisteredInstance {
     pub(super) troubles: BTreeMap<InstanceId, u32>,
     /// The instance of the other role in the same server, which has the same KV cache.
     pub(super) beside: Option<InstanceId>,
+    /// True if it registered anew in another role: what is left here are its legs in this one.
+    pub(super) switched: bool,
+    /// What it was in the other role, while that has legs.
+    pub(super) follows: Option<InstanceId>,
     /// What its server said of its load.
     pub(super) load: Option<KnownLoad>,
     /// Its legs when its server was last asked for that.
@@ -81,6 +85,7 @@ impl RegisteredInstance {
     /// True if it is registered to take legs, whether or not it takes any now.
     pub(super) fn is_there(&self, now: Nanos) -> bool {
         !self.lost
+            && !self.switched
             && (now < self.expires || planted!("expired-instances-get-legs"))
             && (!self.registration.draining || planted!("draining-instances-get-legs"))
     }
@@ -89,6 +94,7 @@ impl RegisteredInstance {
     pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
         self.is_there(now)
             && !self.unproven
+            && (self.follows.is_none() || planted!("a-new-role-is-served-at-once"))
             && (!self.health.is_suspect(now) || planted!("suspects-get-legs"))
             && self.health.on_trial().is_none_or(|since| {
                 self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)
@@ -120,9 +126,14 @@ impl RegisteredInstance {
         pairs.iter().sum::<usize>() + told + self.prefixes.len()
     }
 
+    /// True if it takes nothing more, and finishes what it has.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.registration.draining || self.switched
+    }
+
     /// True if nothing is expected of it any more.
     fn is_over(&self) -> bool {
-        self.legs.is_empty() && (self.lost || self.registration.draining)
+        self.legs.is_empty() && (self.lost || self.is_leaving())
     }
 }
 
@@ -138,6 +149,8 @@ pub(super) enum RegisterOutcome {
         /// The incarnations before, which are over: its own, and that of another engine at its
         /// place.
         replaced: Vec<InstanceId>,
+        /// What it was in another role, which has legs.
+        switched: Option<InstanceId>,
     },
 }
 
@@ -239,6 +252,7 @@ impl Registry {
                     return Ok(RegisterOutcome::Current {
                         instance_id: Some(instance_id),
                         replaced,
+                        switched: None,
                     });
                 }
                 InstancePresence::Live(instance_id) => replaced.push(instance_id),
@@ -257,9 +271,7 @@ impl Registry {
         {
             return Err(RejectReason::Share);
         }
-        for instance_id in &replaced {
-            self.instance_mut(*instance_id).lost = true;
-        }
+        let switched = self.retire(registration, &mut replaced, config);
         let (engine, signed) = (registration.engine.clone(), entry.signed);
         let instance_id = (!draining).then(|| self.insert(now, (entry, source), config));
         let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
@@ -269,7 +281,7 @@ impl Registry {
         if draining {
             self.leave(engine);
         }
-        Ok(RegisterOutcome::Current { instance_id, replaced })
+        Ok(RegisterOutcome::Current { instance_id, replaced, switched })
     }
 
     /// The other engine that had the place of a new incarnation: a server that was restarted with
@@ -412,12 +424,15 @@ impl Registry {
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
                 beside: None,
+                switched: false,
+                follows: None,
                 load: None,
                 legs_asked: 0,
             },
         );
         self.compare(instance_id);
         self.find_beside(instance_id);
+        self.find_former(instance_id);
         instance_id
     }
 
@@ -438,6 +453,7 @@ impl Registry {
             other.misfits.remove(&instance_id);
             other.troubles.remove(&instance_id);
             other.beside.take_if(|beside| *beside == instance_id);
+            other.follows.take_if(|former| *former == instance_id);
         }
         let engine = instance.registration.engine;
         let place = InstancePresence::Live(instance_id);
@@ -560,6 +576,7 @@ fn refresh(
 }
 
 mod pairs;
+mod role_switch;
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;

@@ -21,10 +21,12 @@ pub enum InstanceState {
     Suspect,
     /// It failed repeatedly and has to serve one client before it gets more.
     Trial,
-    /// It asked for no more.
+    /// It asked for no more, or registered anew in another role.
     Draining,
     /// Its registration expired; its streams go on for a time.
     Lost,
+    /// Its server has legs of another role to finish first.
+    Switching,
 }
 
 /// An instance as the router sees it.
@@ -63,8 +65,10 @@ impl<'a> InstanceView<'a> {
         let registration = &instance.registration;
         let state = if instance.lost {
             InstanceState::Lost
-        } else if registration.draining {
+        } else if instance.is_leaving() {
             InstanceState::Draining
+        } else if instance.follows.is_some() {
+            InstanceState::Switching
         } else if instance.unproven {
             InstanceState::Unproven
         } else if instance.health.is_suspect(now) {
@@ -106,6 +110,8 @@ pub struct RouterCounters {
     pub expired: u64,
     /// Instances that were replaced by a newer incarnation.
     pub replaced: u64,
+    /// Instances that registered anew in another role while they had legs in the former one.
+    pub switched: u64,
     /// Times that an instance became suspect.
     pub suspicions: u64,
     pub legs: u64,

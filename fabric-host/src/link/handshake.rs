@@ -112,7 +112,7 @@ impl HandshakeSocket {
 }
 
 /// Bytes that the kernel keeps at each end of a connection within a host; it takes twice as many.
-const WITHIN_HOST: usize = 256 << 10;
+const WITHIN_HOST: usize = 1 << 20;
 
 /// Keeps what is under way within a host in the caches of its cores: by itself the kernel lets as
 /// much gather as long lines need, which goes to memory and back.

@@ -9,6 +9,7 @@ mod overload;
 mod pairs;
 mod release;
 mod signed;
+mod static_instances;
 mod world;
 
 use kvferry_engine::core::Nanos;

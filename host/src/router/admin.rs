@@ -5,6 +5,7 @@ use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::pool::ConnectionPool;
+use super::static_instances::StaticSources;
 use crate::instance::metrics_page;
 use axum::response::{Html, IntoResponse, Response};
 use bytes::Bytes;
@@ -13,7 +14,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, Header
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
-use kvferry_engine::core::router::{InstanceState, RejectReason, Router, RouterCounters};
+use kvferry_engine::core::router::{Dialects, InstanceState, RejectReason, Router, RouterCounters};
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::Endpoint;
 use prometheus_client::registry::Registry;
@@ -37,6 +38,7 @@ const MISFITS_MAX: usize = 64;
 pub(crate) struct Admin {
     pub(crate) handler: Arc<RequestHandler>,
     pub(crate) pool: ConnectionPool,
+    pub(crate) statics: Arc<StaticSources>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) clock: kvferry_engine::actors::Clock,
 }
@@ -50,6 +52,9 @@ struct ListedInstance {
     zmq: Option<String>,
     transfer_mode: &'static str,
     native: bool,
+    /// The operator named it, and it says nothing of itself.
+    #[serde(rename = "static")]
+    is_static: bool,
     dp_rank: u16,
     dp_size: u16,
     tp_size: u16,
@@ -61,6 +66,8 @@ struct ListedInstance {
     in_flight_tokens: u64,
     #[serde(skip)]
     is: (Role, Mode, InstanceState),
+    #[serde(skip)]
+    dialects: Dialects,
 }
 
 /// A registration that was not taken, as it is listed.
@@ -103,7 +110,8 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
             Mode::Push => "WRITE",
             Mode::Pull => "READ",
         },
-        native: it.native,
+        native: it.dialects.native,
+        is_static: it.dialects.is_static(),
         dp_rank: it.dp_rank,
         dp_size: it.dp_size,
         tp_size: it.tp,
@@ -113,6 +121,7 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
         is: (it.role, it.mode, it.state),
+        dialects: it.dialects,
     });
     let rejected = router.rejections().map(|it| ListedRejection {
         from: it.from.to_string(),
@@ -197,8 +206,10 @@ impl Admin {
             state.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
         let pair = |mode| {
             serving(Role::Prefill, mode).any(|prefill| {
-                let fits =
-                    |decode: &ListedInstance| !apart.contains(&(&*prefill.engine, &*decode.engine));
+                let fits = |decode: &ListedInstance| {
+                    decode.dialects.meet(prefill.dialects)
+                        && !apart.contains(&(&*prefill.engine, &*decode.engine))
+                };
                 serving(Role::Decode, mode).any(fits)
             })
         };
@@ -230,7 +241,13 @@ impl Admin {
 
     pub(crate) async fn workers(&self) -> Response {
         match self.state().await {
-            Ok(state) => json(StatusCode::OK, &serde_json::json!({ "workers": state.workers })),
+            Ok(state) => {
+                let named = self.statics.list();
+                json(
+                    StatusCode::OK,
+                    &serde_json::json!({ "workers": state.workers, "static": named }),
+                )
+            }
             Err(refusal) => refusal.into_response(),
         }
     }
@@ -257,6 +274,7 @@ impl Admin {
                 let instances = state.workers.iter().map(|it| (it.is.0, it.is.2));
                 let there = state.workers.iter().map(|it| (it.is.0, &*it.engine));
                 self.handler.metrics.times.retain(there);
+                self.handler.metrics.update_static(&self.statics.list());
                 self.handler.metrics.update(&state.counters, instances, state.waiting);
                 metrics_page(&self.registry)
             }

@@ -1,5 +1,6 @@
 //! Arguments of `kvferry router`, and the settings that they make.
 
+use super::static_instances::StaticArgs;
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
 use crate::tls::{LegAuthorities, TlsArgs};
@@ -40,6 +41,8 @@ pub(crate) struct RouterArgs {
     /// Take only instances that sign their registrations
     #[arg(long)]
     pub(crate) require_signed: bool,
+    #[command(flatten)]
+    pub(crate) statics: StaticArgs,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Ask instances over TLS, and not otherwise: their certificates have to be signed by the

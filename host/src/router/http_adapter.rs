@@ -167,8 +167,8 @@ impl HttpAdapter {
             LegBody::Decode { .. } => false,
         };
         let tells = match role {
-            Role::Prefill => pair.prefill.native,
-            Role::Decode => pair.decode.native && !is_alone(&body),
+            Role::Prefill => pair.prefill.native || pair.is_static(),
+            Role::Decode => (pair.decode.native || pair.is_static()) && !is_alone(&body),
         };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
         let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());

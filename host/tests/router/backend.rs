@@ -264,7 +264,12 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
 impl StubInstance {
     /// An instance at a free port that does the usual.
     pub(crate) async fn start(role: Role) -> StubInstance {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        StubInstance::start_at(role, "127.0.0.1:0").await.unwrap()
+    }
+
+    /// The same at an address, if that is free.
+    pub(crate) async fn start_at(role: Role, at: &str) -> std::io::Result<StubInstance> {
+        let listener = TcpListener::bind(at).await?;
         let http = listener.local_addr().unwrap().to_string();
         let partners: Arc<Mutex<Vec<ReceivedLegs>>> = Arc::default();
         let of = partners.clone();
@@ -321,7 +326,7 @@ impl StubInstance {
                 });
             }
         }));
-        backend
+        Ok(backend)
     }
 
     /// Does with each leg what `decide` says; the usual if it says nothing.

@@ -11,5 +11,6 @@ mod parts;
 mod registrations;
 mod requests;
 mod rig;
+mod static_instances;
 mod streams;
 mod tls;

@@ -27,7 +27,8 @@ pub(super) struct LegInFlight {
     pub(super) prefill: Option<InstanceId>,
     /// What it was charged to its instance.
     tokens: u64,
-    /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
+    /// Of a decode leg that reads by MoRIIO, or between static instances: what is sent when the
+    /// prefill has answered.
     held: Option<Box<(InstancePair, LegBody)>>,
 }
 
@@ -361,6 +362,7 @@ impl LegDispatcher {
         if let Some(until) = health.failed(now, id, next, weight, &self.config) {
             self.counters.suspicions += 1;
             self.timers.arm(RouterTimer::Heal(instance_id), until);
+            self.doubt(now, instance_id);
         }
         if let LegFailure::Instance(why) = failure {
             self.note_kv_result(now, id, Some(why));
@@ -433,6 +435,15 @@ impl LegDispatcher {
         }
     }
 
+    /// A static instance does not say that it is there: when it failed it is to answer a probe again.
+    fn doubt(&mut self, now: Nanos, instance_id: InstanceId) {
+        let instance = self.registry.instance_mut(instance_id);
+        if let Some(period) = self.config.probe.filter(|_| instance.dialects().is_static()) {
+            instance.unproven = true;
+            self.timers.arm(RouterTimer::Probe(instance_id), now + period);
+        }
+    }
+
     /// Asks an instance that has not answered whether it does.
     pub(super) fn probe(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let Some(instance) = self.registry.get(instance_id) else { return };
@@ -449,7 +460,11 @@ impl LegDispatcher {
             return;
         }
         if answers {
-            self.registry.instance_mut(instance_id).unproven = false;
+            let instance = self.registry.instance_mut(instance_id);
+            instance.unproven = false;
+            if instance.dialects().is_static() {
+                instance.health.registered();
+            }
         } else if let Some(period) = self.config.probe {
             self.timers.arm(RouterTimer::Probe(instance_id), now + period);
         }

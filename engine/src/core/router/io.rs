@@ -6,7 +6,7 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::layout::Mismatch;
-use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
+use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration, Role};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
@@ -28,6 +28,9 @@ pub enum RouterInput {
     Proof { link: LinkId, proof: RegistrationProof },
     /// A registration that did not come as a frame, e.g. of a static instance.
     Register(Registration),
+    /// The instances that the operator names, all of them. To be repeated, as registrations are: who
+    /// is not in it any more drains.
+    Static(Arc<[StaticInstance]>),
     /// A client sent a request.
     Request(ClientRequest),
     /// A client went away: cancel its legs, answer nothing.
@@ -47,6 +50,37 @@ pub enum RouterInput {
     /// Let the instances go, so that they register with another router; serve on with what they said
     /// last.
     Release,
+}
+
+/// An instance that the operator names, and that says nothing of itself. Its legs have the form of
+/// vLLM's NixlConnector: what the prefill answers is the leg of the decode, word for word.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct StaticInstance {
+    pub role: Role,
+    /// Where it takes legs.
+    pub http: Endpoint,
+}
+
+/// How an instance is spoken to about KV: two with one of these in common can be paired, and two
+/// that have neither, which are static.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Dialects {
+    pub native: bool,
+    pub moriio: bool,
+}
+
+impl Dialects {
+    /// True of a [`StaticInstance`].
+    pub fn is_static(self) -> bool {
+        !self.native && !self.moriio
+    }
+
+    /// True if KV can go between the two.
+    pub fn meet(self, other: Dialects) -> bool {
+        self.native && other.native
+            || self.moriio && other.moriio
+            || self.is_static() && other.is_static()
+    }
 }
 
 /// What a proof says of registrations.
@@ -179,9 +213,14 @@ pub struct InstancePair {
 }
 
 impl InstancePair {
-    /// True if both speak the native dialect; else both speak MoRIIO.
+    /// True if both speak the native dialect; else both speak MoRIIO, or both are static.
     pub fn is_native(&self) -> bool {
         self.prefill.native && self.decode.native
+    }
+
+    /// True if the operator named both, and they say nothing of themselves.
+    pub fn is_static(&self) -> bool {
+        self.prefill.dialects().is_static()
     }
 }
 
@@ -200,6 +239,11 @@ pub struct PairMember {
 }
 
 impl PairMember {
+    /// How it is spoken to.
+    pub fn dialects(&self) -> Dialects {
+        Dialects { native: self.native, moriio: self.zmq.is_some() }
+    }
+
     /// Its DP rank and their number, as peers that speak MoRIIO are told. Each rank of a native
     /// instance has ports of its own, and is one of one to them.
     pub fn told_dp(&self) -> (u16, u16) {
@@ -224,8 +268,8 @@ pub enum LegBody {
         /// Which of the samples of the prompt it generates; stays the same over retries.
         sample: u32,
         output: u32,
-        /// What the prefill answered; only where KV is read by MoRIIO, and then none if there is
-        /// nothing to read.
+        /// What the prefill answered; only where KV is read by MoRIIO, or between static instances,
+        /// and then none if there is nothing to read.
         params: Option<Arc<str>>,
     },
 }
@@ -298,8 +342,8 @@ pub struct RouterConfig {
     /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
     /// when an instance comes that has not.
     pub retry_pause: Nanos,
-    /// An instance that registers by a frame gets no legs before it answered a probe; it is asked
-    /// again after this long. None: it gets legs at once.
+    /// An instance that registers by a frame, or is static, gets no legs before it answered a probe;
+    /// it is asked again after this long. None: it gets legs at once.
     pub probe: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,

@@ -253,17 +253,23 @@ impl Router {
         // What did not come by a link is the operator's.
         let is_trusted = entry.signed || link.is_none();
         let (draining, native) = (entry.registration.draining, entry.native);
+        let is_static = entry.dialects().is_static();
         let http = entry.registration.http.clone();
         let source = link.and_then(|link| self.source(link));
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
-        let registered = admission::admit(&http, is_trusted, config)
-            .and_then(|()| registry.register(turn.now, (entry, source), config));
+        let admitted = if is_static { Ok(()) } else { admission::admit(&http, is_trusted, config) };
+        let registered =
+            admitted.and_then(|()| registry.register(turn.now, (entry, source), config));
         let (instance_id, replaced) = match registered {
             Ok(RegisterOutcome::Current { instance_id, replaced }) => (instance_id, replaced),
             Ok(RegisterOutcome::Stale) => {
                 self.dispatcher.counters.stale += 1;
                 return Ok(());
+            }
+            // It registered by itself as well, which says more.
+            Err(reason @ (RejectReason::Superseded | RejectReason::SignedBefore)) if is_static => {
+                return Err(reason);
             }
             Err(reason) => {
                 self.reject_registration(turn.now, &http, source, reason);
@@ -281,7 +287,8 @@ impl Router {
                 told.into_iter().for_each(|command| turn.push(command));
             }
             self.dispatcher.heard_of_pairs(turn.now, instance_id);
-            if instance_id == new && link.is_some() && self.dispatcher.config.probe.is_some() {
+            let is_probed = link.is_some() || is_static;
+            if instance_id == new && is_probed && self.dispatcher.config.probe.is_some() {
                 self.dispatcher.registry.instance_mut(instance_id).unproven = true;
                 self.dispatcher.probe(instance_id, turn);
             }
@@ -353,6 +360,13 @@ impl Machine for Router {
             }
             RouterInput::Register(registration) => {
                 let _listed = self.register(RegistrationEntry::native(registration), None, turn);
+            }
+            RouterInput::Static(_) if self.released => {}
+            RouterInput::Static(named) => {
+                for entry in self.dispatcher.registry.static_entries(&named) {
+                    // Why it was not taken is listed.
+                    let _listed = self.register(entry, None, turn);
+                }
             }
             RouterInput::Request(request) => self.request(request, turn),
             RouterInput::Gone { client } => self.finish(client, None, turn),

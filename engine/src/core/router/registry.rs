@@ -1,9 +1,9 @@
 //! The instances that registered.
 
 use super::abandon_queue::AbandonQueue;
-use super::discovery::{RegistrationEntry, rank_name};
+use super::discovery::{RegistrationEntry, STATIC, rank_name};
 use super::health::Health;
-use super::io::{PairMember, RouterConfig};
+use super::io::{Dialects, PairMember, RouterConfig};
 use super::prefixes::PrefixMemory;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
@@ -92,7 +92,12 @@ impl RegisteredInstance {
 
     /// True if a decode and a prefill have a dialect in common.
     pub(super) fn understands(&self, other: &RegisteredInstance) -> bool {
-        self.native && other.native || self.zmq.is_some() && other.zmq.is_some()
+        self.dialects().meet(other.dialects())
+    }
+
+    /// How it is spoken to.
+    pub(super) fn dialects(&self) -> Dialects {
+        Dialects { native: self.native, moriio: self.zmq.is_some() }
     }
 
     /// What it said last.
@@ -195,6 +200,9 @@ impl Registry {
         entry.registration.troubles.truncate(TROUBLES_MAX);
         let registration = &entry.registration;
         well_formed::check(registration)?;
+        if registration.engine.0.starts_with(STATIC) != entry.dialects().is_static() {
+            return Err(RejectReason::Name);
+        }
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
         let mut replaced = Vec::new();
         if let Some(known) = self.known.get_mut(&registration.engine) {
@@ -540,11 +548,15 @@ fn refresh(
     instance.native = new.native;
     instance.registered = now;
     instance.lost = false;
-    instance.health.registered();
+    // That the operator still names an instance does not show that it is there.
+    if !instance.dialects().is_static() {
+        instance.health.registered();
+    }
     Ok(())
 }
 
 mod pairs;
+mod static_instances;
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;

@@ -1,5 +1,6 @@
 //! What the router tells about itself.
 
+use super::io::Dialects;
 use super::registry::RegisteredInstance;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
@@ -37,8 +38,8 @@ pub struct InstanceView<'a> {
     pub http: &'a Endpoint,
     /// Where MoRIIO peers find it, if it speaks MoRIIO.
     pub zmq: Option<&'a ZmqAddress>,
-    /// True if it speaks the native dialect.
-    pub native: bool,
+    /// How it is spoken to.
+    pub dialects: Dialects,
     pub dp_rank: u16,
     /// Number of DP ranks.
     pub dp_size: u16,
@@ -76,7 +77,7 @@ impl<'a> InstanceView<'a> {
             mode: registration.mode,
             http: &registration.http,
             zmq: instance.zmq.as_ref(),
-            native: instance.native,
+            dialects: instance.dialects(),
             dp_rank: registration.dp_rank,
             dp_size: registration.dp_size,
             tp: registration.tp,
@@ -103,7 +104,7 @@ pub struct RouterCounters {
     pub suspicions: u64,
     pub legs: u64,
     pub cancelled: u64,
-    /// Decode legs that should read by MoRIIO and were sent without anything to read, because the
+    /// Decode legs that should read by MoRIIO, or are of static instances, and were sent without anything to read, because the
     /// prefill's answer has nothing.
     pub unread: u64,
     /// Samples sent again.

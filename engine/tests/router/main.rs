@@ -5,6 +5,7 @@ mod closed;
 mod direct;
 mod discovery;
 mod examples;
+mod models;
 mod overload;
 mod pairs;
 mod release;

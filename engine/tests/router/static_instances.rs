@@ -38,8 +38,9 @@ fn a_decode_gets_what_the_prefill_answered_word_for_word() {
     assert_eq!(asked.len(), 2);
     assert!(probes(&name(&mut bench, &[P, D])).is_empty(), "one probe at a time");
     assert!(bench.ask().is_empty());
-    bench.give(RouterInput::Probed { probe: asked[0], answers: true });
-    let legs = sent(bench.give(RouterInput::Probed { probe: asked[1], answers: true }));
+    bench.give(RouterInput::Probed { probe: asked[0], answers: true, models: None });
+    let legs =
+        sent(bench.give(RouterInput::Probed { probe: asked[1], answers: true, models: None }));
     let [prefill] = &legs[..] else { panic!("{legs:?}") };
     assert!(prefill.pair.is_static() && !prefill.pair.is_native(), "{prefill:?}");
     assert_eq!(prefill.engine, "static/P/p:8000");
@@ -112,7 +113,7 @@ fn who_is_named_no_more_drains_and_comes_back_when_named_again() {
 fn who_failed_has_to_answer_again() {
     let mut bench = probed();
     for probe in probes(&name(&mut bench, &[P, D])) {
-        bench.give(RouterInput::Probed { probe, answers: true });
+        bench.give(RouterInput::Probed { probe, answers: true, models: None });
     }
     let leg = sent(bench.ask())[0].leg;
     bench.leg(leg, LegEvent::Failed(LegFailure::Connection));
@@ -121,7 +122,7 @@ fn who_failed_has_to_answer_again() {
     name(&mut bench, &[P, D]);
     assert!(sent(bench.ask()).is_empty());
     let again = probes(&bench.tick());
-    bench.give(RouterInput::Probed { probe: again[0], answers: false });
+    bench.give(RouterInput::Probed { probe: again[0], answers: false, models: None });
     let again = loop {
         let again = probes(&bench.tick());
         if !again.is_empty() {
@@ -130,7 +131,8 @@ fn who_failed_has_to_answer_again() {
         name(&mut bench, &[P, D]);
     };
     assert_eq!(bench.states()[0], InstanceState::Unproven);
-    let legs = sent(bench.give(RouterInput::Probed { probe: again[0], answers: true }));
+    let legs =
+        sent(bench.give(RouterInput::Probed { probe: again[0], answers: true, models: None }));
     assert!(legs.iter().all(|leg| leg.engine == "static/P/p:8000") && !legs.is_empty());
 }
 

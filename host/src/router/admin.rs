@@ -4,6 +4,7 @@ use super::error::HttpError;
 use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
+use super::model_lists::ModelLists;
 use super::pool::ConnectionPool;
 use super::static_instances::StaticSources;
 use crate::instance::metrics_page;
@@ -27,8 +28,8 @@ use tokio::time::timeout;
 /// Time for an instance to list its models.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Instances that are asked for their models before the client is told that there are none.
-const ASKED_MAX: usize = 3;
+/// Instances that are asked for their models for one client.
+const ASKED_MAX: usize = 8;
 
 /// Pairs that are listed as not fitting.
 const MISFITS_MAX: usize = 64;
@@ -66,6 +67,8 @@ struct ListedInstance {
     in_flight_tokens: u64,
     #[serde(skip)]
     is: (Role, Mode, InstanceState),
+    /// None if it may serve any.
+    models: Option<Vec<Arc<str>>>,
     #[serde(skip)]
     dialects: Dialects,
 }
@@ -121,6 +124,7 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
         is: (it.role, it.mode, it.state),
+        models: it.models.map(|models| models.iter().cloned().collect()),
         dialects: it.dialects,
     });
     let rejected = router.rejections().map(|it| ListedRejection {
@@ -282,7 +286,7 @@ impl Admin {
         }
     }
 
-    /// The models, as an instance lists them.
+    /// The models of all instances, as these list them.
     pub(crate) async fn models(&self, client: HeaderMap) -> Response {
         match self.ask_for_models(&client).await {
             Ok(response) => response,
@@ -290,6 +294,7 @@ impl Admin {
         }
     }
 
+    /// Asks instances until each model that is known to be served is in a list.
     async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, HttpError> {
         let state = self.state().await?;
         let mut ready: Vec<_> =
@@ -299,21 +304,34 @@ impl Admin {
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
         let mut why =
             "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
-        for worker in ready.iter().take(ASKED_MAX) {
-            let asked = timeout(PATIENCE, self.models_of(worker, key)).await;
-            match asked.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
-                Ok(response) => return Ok(response),
+        let (mut lists, mut asked) = (ModelLists::default(), 0);
+        for worker in &ready {
+            if asked >= ASKED_MAX || !lists.misses(worker.models.as_deref()) {
+                continue;
+            }
+            asked += 1;
+            let answer = timeout(PATIENCE, self.models_of(worker, key)).await;
+            match answer.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
+                Ok((status, body)) => lists.add(status, body),
                 Err(said) => why = format!("instance {}: {said}", worker.http),
             }
         }
-        Err(HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))
+        for worker in ready {
+            lists.name(worker.models.as_deref());
+        }
+        let (status, body) = lists
+            .into_answer()
+            .ok_or_else(|| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))?;
+        let mut response = (status, body).into_response();
+        response.headers_mut().insert(CONTENT_TYPE, JSON);
+        Ok(response)
     }
 
     async fn models_of(
         &self,
         worker: &ListedInstance,
         key: Option<&HeaderValue>,
-    ) -> Result<Response, String> {
+    ) -> Result<(StatusCode, Bytes), String> {
         let mut request = Request::new(Full::<Bytes>::default());
         *request.uri_mut() = Uri::from_static("/v1/models");
         if let Some(key) = key {
@@ -326,8 +344,6 @@ impl Admin {
         }
         let limits = &self.handler.settings.limits;
         let body = leg::collect(body, limits.answer_bytes, limits.idle).await?;
-        let mut response = (head.status, body).into_response();
-        response.headers_mut().insert(CONTENT_TYPE, JSON);
-        Ok(response)
+        Ok((head.status, body))
     }
 }

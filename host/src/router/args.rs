@@ -83,6 +83,10 @@ pub(crate) struct RouterArgs {
     /// to a decode alone; 0: none
     #[arg(long, value_name = "TOKENS", default_value_t = 0)]
     pub(crate) direct_below: u32,
+    /// Seconds after which instances that do not say which models they serve are asked for them again;
+    /// 0: they are not asked, and get requests for any
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
+    pub(crate) models_period: f64,
     /// Transfers of one request: prompts times n
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) parts_max: u32,
@@ -178,6 +182,10 @@ impl RouterArgs {
             // Where nobody is left to come back, who asked is told soon.
             retry_wait_max: wait_max.min(Nanos::from_ms(600)),
             probe: Some(Nanos::from_ms(500)),
+            models_period: match self.models_period {
+                0.0 => None,
+                period => Some(nanos("--models-period", period)?),
+            },
             release_max: self.release_max()?,
             waiting_max: self.queue_size,
             requests_max: self.requests_max,

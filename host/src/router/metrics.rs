@@ -90,10 +90,11 @@ pub(crate) struct RouterMetrics {
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 9] = [
+const CORE: [(&str, &str); 10] = [
     ("retries", "Transfers sent again after a failure"),
     ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
     ("shed", "Requests that were refused because too many are open or wait"),
+    ("unknown_models", "Requests for a model that no instance serves"),
     ("direct_prompts", "Prompts that were sent to a decode alone"),
     ("expired", "Instances whose registration expired"),
     ("replaced", "Instances that were replaced by a new incarnation"),
@@ -181,11 +182,13 @@ impl RouterMetrics {
         }
         self.waiting.set(i64::from(waiting));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
-        let RouterCounters { replaced, suspicions, cancelled, unread, .. } = counters;
+        let RouterCounters { replaced, suspicions, cancelled, unread, unknown_models, .. } =
+            counters;
         let counts = [
             retries,
             refused_retries,
             shed,
+            unknown_models,
             direct,
             expired,
             replaced,

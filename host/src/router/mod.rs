@@ -19,6 +19,7 @@ mod instance_times;
 mod leg;
 mod merge;
 mod metrics;
+mod model_lists;
 mod params;
 mod pool;
 mod probe;

@@ -82,6 +82,8 @@ pub(crate) struct StubInstance {
     pub(crate) dropped: watch::Sender<usize>,
     /// Whether it answers probes well, and what key they had.
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+    /// What it answers to who asks for its models.
+    pub(crate) models: Arc<Mutex<Value>>,
     /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
     partners: Arc<Mutex<Vec<ReceivedLegs>>>,
     /// Speaks TLS if there is one; all connections end when it is changed.
@@ -282,6 +284,7 @@ impl StubInstance {
             arrived: watch::Sender::new(0),
             dropped: watch::Sender::new(0),
             health: Arc::new(Mutex::new((true, Vec::new()))),
+            models: Arc::new(Mutex::new(model_list(&["fake-model", "m"]))),
             partners,
             tls: watch::Sender::new(None),
             accepted: Arc::default(),
@@ -289,7 +292,7 @@ impl StubInstance {
         };
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
         let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
-        let health = backend.health.clone();
+        let (health, models) = (backend.health.clone(), backend.models.clone());
         let (tls, accepted) = (backend.tls.clone(), backend.accepted.clone());
         backend.server = Some(tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
@@ -303,6 +306,7 @@ impl StubInstance {
                     arrived: arrived.clone(),
                     dropped: dropped.clone(),
                     health: health.clone(),
+                    models: models.clone(),
                 };
                 let service = service_fn(move |request| serve(request, state.clone()));
                 let mut changes = tls.subscribe();
@@ -387,11 +391,18 @@ struct StubState {
     arrived: watch::Sender<usize>,
     dropped: watch::Sender<usize>,
     health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
+    models: Arc<Mutex<Value>>,
+}
+
+/// A list of models as vLLM has it.
+pub(crate) fn model_list(names: &[&str]) -> Value {
+    let card = |id: &&str| json!({"id": id, "object": "model", "root": "/models", "parent": null});
+    json!({"object": "list", "data": names.iter().map(card).collect::<Vec<_>>()})
 }
 
 async fn serve(
     request: Request<Incoming>,
-    StubState { legs, decide, arrived, dropped, health }: StubState,
+    StubState { legs, decide, arrived, dropped, health, models }: StubState,
 ) -> Result<Response<Chunks>, std::io::Error> {
     if request.method() == hyper::Method::GET {
         let key =
@@ -404,7 +415,8 @@ async fn serve(
             };
             return act(Act::Text(status, "")).await;
         }
-        let body = json!({"object": "list", "data": [{"id": "fake-model"}], "key": key});
+        let mut body = models.lock().unwrap().clone();
+        body["key"] = json!(key);
         return act(Act::Json(200, body)).await;
     }
     let (head, body) = request.into_parts();

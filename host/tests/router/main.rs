@@ -7,6 +7,7 @@ mod dispatch;
 mod ends;
 mod failures;
 mod limits;
+mod models;
 mod parts;
 mod registrations;
 mod requests;

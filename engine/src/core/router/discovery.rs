@@ -56,6 +56,7 @@ impl RegistrationEntry {
             draining: false,
             fit: None,
             troubles: Vec::new(),
+            models: None,
         };
         RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false, signed: false }
     }
@@ -77,6 +78,7 @@ impl RegistrationEntry {
             draining: false,
             fit: None,
             troubles: Vec::new(),
+            models: None,
         };
         RegistrationEntry { registration, zmq: None, native: false, signed: false }
     }

@@ -6,7 +6,7 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::layout::Mismatch;
-use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration, Role};
+use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration, Role, ServedModels};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
@@ -42,6 +42,9 @@ pub enum RouterInput {
         probe: ProbeId,
         /// True if legs may be sent there.
         answers: bool,
+        /// The models that it lists, if they were wanted and could be read.
+        #[serde(default)]
+        models: Option<Arc<ServedModels>>,
     },
     /// Take no new requests; finish those there are.
     Drain,
@@ -103,6 +106,9 @@ pub struct ClientRequest {
     pub samples: u32,
     /// Tokens to generate per sample, at least 1.
     pub output: u32,
+    /// The model that it is for; none takes any.
+    #[serde(default)]
+    pub model: Option<Arc<str>>,
 }
 
 /// A prompt as the router sees it.
@@ -187,6 +193,10 @@ pub enum RouterEffect {
         probe: ProbeId,
         /// Where it takes legs.
         http: Endpoint,
+        /// True if it is to show that it answers at all.
+        is_unproven: bool,
+        /// True if the models that it lists are wanted.
+        wants_models: bool,
     },
     /// Close the connection of a leg that has not ended; no event of it is wanted any more.
     CancelLeg { leg: LegId },
@@ -286,11 +296,17 @@ pub enum ClientAnswer {
     Failed(LegFailure),
     /// No instance could take it (503).
     NoInstance,
+    /// No instance serves the model (404). Those that are served, in order, [`NAMED_MODELS_MAX`] at
+    /// most.
+    NoModel(Arc<[Arc<str>]>),
     /// There are instances of both roles, but no two that fit (503).
     Misfit(Mismatch),
     /// As many requests are open as the router takes, or wait as may wait (429).
     Overload,
 }
+
+/// Models that are named to a client whose model is not served.
+pub const NAMED_MODELS_MAX: usize = 32;
 
 /// Which requests may be sent again, beside the tries that each has. Together they bound what
 /// retries add to the load while much fails.
@@ -345,6 +361,9 @@ pub struct RouterConfig {
     /// An instance that registers by a frame, or is static, gets no legs before it answered a probe;
     /// it is asked again after this long. None: it gets legs at once.
     pub probe: Option<Nanos>,
+    /// An instance that does not say which models it serves is asked for them with the probe, and
+    /// again after this long. None: it is not asked.
+    pub models_period: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,
     /// Requests that are open, in flight or waiting; more are answered `Overload`. None: no limit.
@@ -393,6 +412,7 @@ impl Default for RouterConfig {
             retry_wait_max: Nanos::from_secs(30),
             retry_pause: Nanos::from_ms(500),
             probe: None,
+            models_period: None,
             requests_max: 1_000_000,
             open_max: None,
             retry_share: None,

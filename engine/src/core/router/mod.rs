@@ -30,10 +30,11 @@
 //!     draining: false,
 //!     fit: None,
 //!     troubles: Vec::new(),
+//!     models: None,
 //! };
 //! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
 //! let prompts = vec![RoutedPrompt { tokens: 100, prefix: [].into() }];
-//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20 };
+//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20, model: None };
 //! for input in [
 //!     RouterInput::Register(instance("p0", Role::Prefill)),
 //!     RouterInput::Register(instance("d0", Role::Decode)),
@@ -287,9 +288,9 @@ impl Router {
                 told.into_iter().for_each(|command| turn.push(command));
             }
             self.dispatcher.heard_of_pairs(turn.now, instance_id);
-            let is_probed = link.is_some() || is_static;
-            if instance_id == new && is_probed && self.dispatcher.config.probe.is_some() {
-                self.dispatcher.registry.instance_mut(instance_id).unproven = true;
+            if instance_id == new && (link.is_some() || is_static) {
+                let is_unproven = self.dispatcher.config.probe.is_some();
+                self.dispatcher.registry.instance_mut(instance_id).unproven = is_unproven;
                 self.dispatcher.probe(instance_id, turn);
             }
             if self.dispatcher.registry.is_over(instance_id) {
@@ -371,8 +372,8 @@ impl Machine for Router {
             RouterInput::Request(request) => self.request(request, turn),
             RouterInput::Gone { client } => self.finish(client, None, turn),
             RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
-            RouterInput::Probed { probe, answers } => {
-                self.dispatcher.probed(turn.now, probe, answers);
+            RouterInput::Probed { probe, answers, models } => {
+                self.dispatcher.probed(turn.now, probe, (answers, models));
                 if answers {
                     self.wake(turn);
                 }

@@ -28,6 +28,8 @@ pub(super) struct SelectionRequest<'a> {
     pub(super) now: Nanos,
     pub(super) client: ClientId,
     pub(super) prompt: &'a RoutedPrompt,
+    /// The model that it is for, if that is said.
+    pub(super) model: Option<&'a str>,
     /// Instances that failed this prompt; taken only if there is no other.
     pub(super) avoid: &'a [InstanceId],
 }
@@ -69,8 +71,8 @@ impl<'a> SelectionRequest<'a> {
     }
 
     fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
-        let (now, client) = (self.now, self.client);
-        self.registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
+        let SelectionRequest { now, client, model, .. } = self;
+        self.registry.of_role(role).filter(move |(_, it)| it.takes(now, client) && it.serves(model))
     }
 
     fn decodes_for(

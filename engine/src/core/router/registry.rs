@@ -1,7 +1,7 @@
 //! The instances that registered.
 
 use super::abandon_queue::AbandonQueue;
-use super::discovery::{RegistrationEntry, STATIC, rank_name};
+use super::discovery::{RegistrationEntry, rank_name};
 use super::health::Health;
 use super::io::{Dialects, PairMember, RouterConfig};
 use super::prefixes::PrefixMemory;
@@ -10,7 +10,7 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::MoriioRegistration;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId};
 use crate::core::layout::{LayoutDigest, Mismatch};
-use crate::core::message::{Registration, Role, TROUBLES_MAX};
+use crate::core::message::{Registration, Role, ServedModels, TROUBLES_MAX};
 use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
@@ -49,6 +49,8 @@ pub(super) struct RegisteredInstance {
     pub(super) lost: bool,
     /// Tokens of its legs in flight, as charged by the pairing.
     pub(super) tokens: u64,
+    /// The models that it listed when it was asked.
+    pub(super) listed_models: Option<Arc<ServedModels>>,
     /// Its legs in flight.
     pub(super) legs: BTreeMap<LegId, ClientId>,
     /// What it has computed lately.
@@ -98,6 +100,17 @@ impl RegisteredInstance {
     /// How it is spoken to.
     pub(super) fn dialects(&self) -> Dialects {
         Dialects { native: self.native, moriio: self.zmq.is_some() }
+    }
+
+    /// The models that it serves, as far as known.
+    pub(super) fn models(&self) -> Option<&Arc<ServedModels>> {
+        self.registration.models.as_ref().or(self.listed_models.as_ref())
+    }
+
+    /// True if it serves the model, or may.
+    pub(super) fn serves(&self, model: Option<&str>) -> bool {
+        let (Some(model), Some(own)) = (model, self.models()) else { return true };
+        own.has(model) || planted!("models-are-not-looked-at")
     }
 
     /// What it said last.
@@ -199,10 +212,7 @@ impl Registry {
     ) -> Result<RegisterOutcome, RejectReason> {
         entry.registration.troubles.truncate(TROUBLES_MAX);
         let registration = &entry.registration;
-        well_formed::check(registration)?;
-        if registration.engine.0.starts_with(STATIC) != entry.dialects().is_static() {
-            return Err(RejectReason::Name);
-        }
+        well_formed::check(registration, entry.dialects())?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
         let mut replaced = Vec::new();
         if let Some(known) = self.known.get_mut(&registration.engine) {
@@ -402,6 +412,7 @@ impl Registry {
                 health: Health::default(),
                 lost: false,
                 tokens: 0,
+                listed_models: None,
                 legs: BTreeMap::new(),
                 prefixes: PrefixMemory::new(config.prefixes_max),
                 picked: 0,
@@ -555,6 +566,7 @@ fn refresh(
     Ok(())
 }
 
+mod models;
 mod pairs;
 mod static_instances;
 #[cfg(test)]

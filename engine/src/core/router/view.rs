@@ -5,11 +5,12 @@ use super::registry::RegisteredInstance;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::ids::{EngineId, Incarnation};
-use crate::core::message::{Mode, Role};
+use crate::core::message::{Mode, Role, ServedModels};
 use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Whether an instance gets new legs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -52,6 +53,8 @@ pub struct InstanceView<'a> {
     pub legs: u32,
     /// Whether it gets new legs.
     pub state: InstanceState,
+    /// The models that it serves, as far as known.
+    pub models: Option<&'a Arc<ServedModels>>,
 }
 
 impl<'a> InstanceView<'a> {
@@ -85,6 +88,7 @@ impl<'a> InstanceView<'a> {
             tokens: instance.tokens,
             legs: instance.legs.len() as u32,
             state,
+            models: instance.models(),
         }
     }
 }
@@ -113,6 +117,8 @@ pub struct RouterCounters {
     pub refused_retries: u64,
     /// Requests that were refused because too many were open or waited.
     pub shed: u64,
+    /// Requests for a model that no instance serves.
+    pub unknown_models: u64,
     /// Prompts that were sent to a decode alone.
     pub direct: u64,
     /// News of legs that were unknown or had ended.

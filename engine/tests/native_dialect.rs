@@ -158,6 +158,7 @@ fn registration() -> impl Strategy<Value = Registration> {
             draining,
             fit: None,
             troubles: Vec::new(),
+            models: None,
         },
     )
 }

@@ -196,7 +196,9 @@ fn whole(registration: Registration) -> Registration {
         number: 300,
     };
     let troubles = vec![trouble(Some(Incarnation(7))), trouble(None)];
-    Registration { fit: Some(fit.into()), troubles, ..registration }
+    let models = ServedModels { names: vec!["m".into()], adapters: vec!["lora".into()] };
+    let models = Some(models.into());
+    Registration { fit: Some(fit.into()), troubles, models, ..registration }
 }
 
 /// At least one frame of each kind, in a connection of a version.
@@ -217,6 +219,7 @@ fn frames(version: u16) -> Vec<Frame> {
         draining: true,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     };
     let mut frames = vec![
         Frame::Hello(hello()),

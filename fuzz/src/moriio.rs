@@ -109,6 +109,7 @@ fn registration(parts: &[&[u8]]) {
         draining: heard.dp_size % 2 == 1,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     };
     let again = UncheckedRegistration::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
     assert_eq!(again.check(), Ok(heartbeat));

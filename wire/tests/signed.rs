@@ -64,6 +64,7 @@ fn registration(sequence: u64, draining: bool) -> Registration {
         draining,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     }
 }
 

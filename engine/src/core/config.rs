@@ -17,7 +17,7 @@
 use super::channel::ChannelConfig;
 use super::ids::{EngineId, Incarnation};
 use super::layout::Geometry;
-use super::message::{Mode, Role};
+use super::message::{Mode, Role, ServedModels};
 use super::moriio::MoriioConfig;
 use super::time::Nanos;
 use super::verify::Verify;
@@ -54,6 +54,9 @@ pub struct CoreConfig {
     /// How much of the KV is verified; on, peers have to verify too, and a decode's level counts.
     #[serde(default, skip_serializing_if = "Verify::is_off")]
     pub verify: Verify,
+    /// The models that routers send it requests for; none for any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub models: Option<Arc<ServedModels>>,
 }
 
 impl CoreConfig {
@@ -84,6 +87,7 @@ impl CoreConfig {
             payloads: false,
             verify: Verify::Off,
             moriio: None,
+            models: None,
         }
     }
 }

@@ -72,6 +72,7 @@ impl Heartbeat {
                 draining: false,
                 fit: None,
                 troubles: Vec::new(),
+                models: config.models.clone(),
             },
             link: None,
             up: false,

@@ -98,6 +98,7 @@ kinds!("router", RouterInput {
     ProofSigned = RouterInput::Proof { proof: RegistrationProof::Signed, .. },
     ProofWrong = RouterInput::Proof { proof: RegistrationProof::Wrong(_), .. },
     Register = RouterInput::Register(_),
+    Static = RouterInput::Static(_),
     Request = RouterInput::Request(_),
     Gone = RouterInput::Gone { .. },
     LegFirstToken = RouterInput::Leg { event: LegEvent::FirstToken, .. },

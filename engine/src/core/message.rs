@@ -16,7 +16,10 @@
 //! ```
 
 pub use super::ids::{Mode, Role};
-pub use super::registration::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
+pub use super::registration::{
+    MODEL_NAME_MAX, MODELS_MAX, Registration, RouterEvent, ServedModels, TROUBLES_MAX,
+    UnreachablePrefill,
+};
 
 use super::dialect::moriio::params::MoriioRemote;
 use super::error::Failure;

@@ -37,6 +37,44 @@ pub struct Registration {
     /// [`TROUBLES_MAX`]: a list of so many may leave some out.
     #[serde(default)]
     pub troubles: Vec<UnreachablePrefill>,
+    /// The models that it serves; none if it does not say, and then it may serve any.
+    #[serde(default)]
+    pub models: Option<Arc<ServedModels>>,
+}
+
+/// Names by which an instance takes requests. May be other ones later: adapters come and go.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct ServedModels {
+    /// Of its model, the first one before all others.
+    pub names: Vec<Arc<str>>,
+    /// Of the adapters of its model, LoRA for example.
+    #[serde(default)]
+    pub adapters: Vec<Arc<str>>,
+}
+
+/// Names that an instance has at most, and the bytes of each.
+pub const MODELS_MAX: usize = 256;
+pub const MODEL_NAME_MAX: usize = 256;
+
+impl ServedModels {
+    /// All names.
+    pub fn iter(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.names.iter().chain(&self.adapters)
+    }
+
+    /// True if requests for this name are served.
+    pub fn has(&self, name: &str) -> bool {
+        self.iter().any(|own| **own == *name)
+    }
+
+    /// True if there is a name, and they are no more and no longer than may be, of printable
+    /// characters.
+    pub fn is_well_formed(&self) -> bool {
+        let is_name = |name: &Arc<str>| {
+            (1..=MODEL_NAME_MAX).contains(&name.len()) && !name.contains(char::is_control)
+        };
+        (1..=MODELS_MAX).contains(&self.iter().count()) && self.iter().all(is_name)
+    }
 }
 
 /// Prefills that a registration names as out of reach.

@@ -174,6 +174,7 @@ proptest! {
             draining: false,
             fit: None,
             troubles: Vec::new(),
+            models: None,
         };
         let native = UncheckedRegistration::decode(&[heartbeat.encode_with(&registration)]).unwrap();
         prop_assert_eq!(incarnation_of(&native.zmq_address), Some(Incarnation(7)));

@@ -29,7 +29,13 @@ fn ask(bench: &mut DiscoveryBench, prompts: &[(u32, &[u64])]) -> Vec<SentLeg> {
         .iter()
         .map(|(tokens, prefix)| RoutedPrompt { tokens: *tokens, prefix: (*prefix).into() });
     let prompts = prompts.collect();
-    sent(bench.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 4 })))
+    sent(bench.give(RouterInput::Request(ClientRequest {
+        client,
+        prompts,
+        samples: 1,
+        output: 4,
+        model: None,
+    })))
 }
 
 fn is_alone(leg: &SentLeg) -> bool {

@@ -53,7 +53,13 @@ impl DiscoveryBench {
         let client = ClientId(self.clients);
         self.clients += 1;
         let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }];
-        self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 4 }))
+        self.give(RouterInput::Request(ClientRequest {
+            client,
+            prompts,
+            samples: 1,
+            output: 4,
+            model: None,
+        }))
     }
 
     pub(crate) fn leg(&mut self, leg: LegId, event: LegEvent) -> Vec<RouterEffect> {
@@ -115,6 +121,7 @@ pub(crate) fn native(name: &str, role: Role, mode: Mode) -> Registration {
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     }
 }
 
@@ -278,15 +285,19 @@ fn an_instance_gets_legs_once_it_answered_a_probe() {
     assert_eq!((first.len(), second.len()), (1, 1));
     assert!(probe(&bench.hear(p(Mode::Push).encode())).is_empty(), "one probe at a time");
     assert!(bench.ask().is_empty());
-    bench.give(RouterInput::Probed { probe: first[0], answers: true });
+    bench.give(RouterInput::Probed { probe: first[0], answers: true, models: None });
     assert_eq!(bench.states(), [InstanceState::Ready, InstanceState::Unproven]);
-    bench.give(RouterInput::Probed { probe: second[0], answers: false });
+    bench.give(RouterInput::Probed { probe: second[0], answers: false, models: None });
     let again = probe(&bench.tick());
     assert_eq!((bench.now, &again), (Nanos::from_ms(500), &second));
     // What waited goes at once.
-    let effects = bench.give(RouterInput::Probed { probe: second[0], answers: true });
+    let effects = bench.give(RouterInput::Probed { probe: second[0], answers: true, models: None });
     assert_eq!(sent(effects).len(), 2);
-    assert!(bench.give(RouterInput::Probed { probe: ProbeId(99), answers: false }).is_empty());
+    assert!(
+        bench
+            .give(RouterInput::Probed { probe: ProbeId(99), answers: false, models: None })
+            .is_empty()
+    );
 }
 
 #[test]

@@ -6,10 +6,12 @@ mod direct;
 mod discovery;
 mod examples;
 mod load;
+mod models;
 mod overload;
 mod pairs;
 mod release;
 mod signed;
+mod static_instances;
 mod switch;
 mod world;
 

@@ -78,6 +78,7 @@ pub(crate) fn registration(
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     }
 }
 
@@ -236,7 +237,13 @@ impl RouterWorld {
         self.next_client += 1;
         self.open.insert(client);
         let queued = self.router.gauges().queued;
-        self.give(RouterInput::Request(ClientRequest { client, prompts, samples, output: 16 }));
+        self.give(RouterInput::Request(ClientRequest {
+            client,
+            prompts,
+            samples,
+            output: 16,
+            model: None,
+        }));
         assert!(self.router.gauges().queued <= queued.max(self.config.waiting_max));
         if self.draining {
             assert_eq!(self.answers[&client], ClientAnswer::NoInstance);

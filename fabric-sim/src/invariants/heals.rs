@@ -108,7 +108,8 @@ impl HealsFastPath {
                         && (self.misfits.insert(served.clone())
                             || now.state.whole_pairs().next().is_none())
             }
-            ClientAnswer::Failed(_) => false,
+            // Requests here name no model.
+            ClientAnswer::Failed(_) | ClientAnswer::NoModel(_) => false,
             ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
                 served.is_empty() && now.state.whole_pairs().next().is_none()
             }

@@ -107,6 +107,8 @@ impl FaultIsolation {
     ) -> bool {
         match answer {
             ClientAnswer::Finished { .. } => true,
+            // Requests here name no model.
+            ClientAnswer::NoModel(_) => false,
             ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
             ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now),

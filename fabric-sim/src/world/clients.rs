@@ -160,7 +160,7 @@ impl Simulation {
         };
         let prompts = request.prompts.into_iter().map(prompt).collect();
         let (samples, output) = (request.samples, request.output);
-        let asked = ClientRequest { client, prompts, samples, output };
+        let asked = ClientRequest { client, prompts, samples, output, model: None };
         self.tell(0, RouterInput::Request(asked).into());
     }
 
@@ -203,6 +203,10 @@ impl Simulation {
             }
             ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => {
                 self.stats.failed("no instance");
+                ClientOutcome::Failed
+            }
+            ClientAnswer::NoModel(_) => {
+                self.stats.failed("no such model");
                 ClientOutcome::Failed
             }
             ClientAnswer::Overload => {

@@ -43,7 +43,7 @@ impl Simulation {
             }
             // Engines of the simulation register when they can serve.
             RouterEffect::Probe { probe, .. } => {
-                self.tell(0, RouterInput::Probed { probe, answers: true }.into());
+                self.tell(0, RouterInput::Probed { probe, answers: true, models: None }.into());
             }
             RouterEffect::AskLoad { http } => self.ask_load(&http),
             RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),

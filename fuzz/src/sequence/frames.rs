@@ -236,6 +236,7 @@ pub(crate) fn samples(version: u16) -> Vec<Frame> {
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     };
     let others = [
         Frame::Hello(hello.clone()),

@@ -4,7 +4,9 @@ use super::error::HttpError;
 use super::handler::RequestHandler;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
+use super::model_lists::ModelLists;
 use super::pool::ConnectionPool;
+use super::static_instances::StaticSources;
 use crate::instance::metrics_page;
 use axum::response::{Html, IntoResponse, Response};
 use bytes::Bytes;
@@ -13,7 +15,7 @@ use hyper::header::{AUTHORIZATION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, Header
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
-use kvferry_engine::core::router::{InstanceState, RejectReason, Router, RouterCounters};
+use kvferry_engine::core::router::{Dialects, InstanceState, RejectReason, Router, RouterCounters};
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::Endpoint;
 use prometheus_client::registry::Registry;
@@ -26,8 +28,8 @@ use tokio::time::timeout;
 /// Time for an instance to list its models.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Instances that are asked for their models before the client is told that there are none.
-const ASKED_MAX: usize = 3;
+/// Instances that are asked for their models for one client.
+const ASKED_MAX: usize = 8;
 
 /// Pairs that are listed as not fitting.
 const MISFITS_MAX: usize = 64;
@@ -37,6 +39,7 @@ const MISFITS_MAX: usize = 64;
 pub(crate) struct Admin {
     pub(crate) handler: Arc<RequestHandler>,
     pub(crate) pool: ConnectionPool,
+    pub(crate) statics: Arc<StaticSources>,
     pub(crate) registry: Arc<Registry>,
     pub(crate) clock: kvferry_engine::actors::Clock,
 }
@@ -50,6 +53,9 @@ struct ListedInstance {
     zmq: Option<String>,
     transfer_mode: &'static str,
     native: bool,
+    /// The operator named it, and it says nothing of itself.
+    #[serde(rename = "static")]
+    is_static: bool,
     dp_rank: u16,
     dp_size: u16,
     tp_size: u16,
@@ -63,6 +69,10 @@ struct ListedInstance {
     load: Option<ListedLoad>,
     #[serde(skip)]
     is: (Role, Mode, InstanceState),
+    /// None if it may serve any.
+    models: Option<Vec<Arc<str>>>,
+    #[serde(skip)]
+    dialects: Dialects,
 }
 
 /// What a server said of its load, as it is listed.
@@ -117,7 +127,8 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
             Mode::Push => "WRITE",
             Mode::Pull => "READ",
         },
-        native: it.native,
+        native: it.dialects.native,
+        is_static: it.dialects.is_static(),
         dp_rank: it.dp_rank,
         dp_size: it.dp_size,
         tp_size: it.tp,
@@ -135,6 +146,8 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
             busy: it.busy,
         }),
         is: (it.role, it.mode, it.state),
+        models: it.models.map(|models| models.iter().cloned().collect()),
+        dialects: it.dialects,
     });
     let rejected = router.rejections().map(|it| ListedRejection {
         from: it.from.to_string(),
@@ -219,8 +232,10 @@ impl Admin {
             state.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
         let pair = |mode| {
             serving(Role::Prefill, mode).any(|prefill| {
-                let fits =
-                    |decode: &ListedInstance| !apart.contains(&(&*prefill.engine, &*decode.engine));
+                let fits = |decode: &ListedInstance| {
+                    decode.dialects.meet(prefill.dialects)
+                        && !apart.contains(&(&*prefill.engine, &*decode.engine))
+                };
                 serving(Role::Decode, mode).any(fits)
             })
         };
@@ -252,7 +267,13 @@ impl Admin {
 
     pub(crate) async fn workers(&self) -> Response {
         match self.state().await {
-            Ok(state) => json(StatusCode::OK, &serde_json::json!({ "workers": state.workers })),
+            Ok(state) => {
+                let named = self.statics.list();
+                json(
+                    StatusCode::OK,
+                    &serde_json::json!({ "workers": state.workers, "static": named }),
+                )
+            }
             Err(refusal) => refusal.into_response(),
         }
     }
@@ -282,6 +303,7 @@ impl Admin {
                     .map(|it| (it.is.0, it.is.2, it.load.as_ref().is_some_and(|load| load.busy)));
                 let there = state.workers.iter().map(|it| (it.is.0, &*it.engine));
                 self.handler.metrics.times.retain(there);
+                self.handler.metrics.update_static(&self.statics.list());
                 self.handler.metrics.update(&state.counters, instances, state.waiting);
                 metrics_page(&self.registry)
             }
@@ -289,7 +311,7 @@ impl Admin {
         }
     }
 
-    /// The models, as an instance lists them.
+    /// The models of all instances, as these list them.
     pub(crate) async fn models(&self, client: HeaderMap) -> Response {
         match self.ask_for_models(&client).await {
             Ok(response) => response,
@@ -297,6 +319,7 @@ impl Admin {
         }
     }
 
+    /// Asks instances until each model that is known to be served is in a list.
     async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, HttpError> {
         let state = self.state().await?;
         let mut ready: Vec<_> =
@@ -306,21 +329,34 @@ impl Admin {
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
         let mut why =
             "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
-        for worker in ready.iter().take(ASKED_MAX) {
-            let asked = timeout(PATIENCE, self.models_of(worker, key)).await;
-            match asked.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
-                Ok(response) => return Ok(response),
+        let (mut lists, mut asked) = (ModelLists::default(), 0);
+        for worker in &ready {
+            if asked >= ASKED_MAX || !lists.misses(worker.models.as_deref()) {
+                continue;
+            }
+            asked += 1;
+            let answer = timeout(PATIENCE, self.models_of(worker, key)).await;
+            match answer.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
+                Ok((status, body)) => lists.add(status, body),
                 Err(said) => why = format!("instance {}: {said}", worker.http),
             }
         }
-        Err(HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))
+        for worker in ready {
+            lists.name(worker.models.as_deref());
+        }
+        let (status, body) = lists
+            .into_answer()
+            .ok_or_else(|| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))?;
+        let mut response = (status, body).into_response();
+        response.headers_mut().insert(CONTENT_TYPE, JSON);
+        Ok(response)
     }
 
     async fn models_of(
         &self,
         worker: &ListedInstance,
         key: Option<&HeaderValue>,
-    ) -> Result<Response, String> {
+    ) -> Result<(StatusCode, Bytes), String> {
         let mut request = Request::new(Full::<Bytes>::default());
         *request.uri_mut() = Uri::from_static("/v1/models");
         if let Some(key) = key {
@@ -333,8 +369,6 @@ impl Admin {
         }
         let limits = &self.handler.settings.limits;
         let body = leg::collect(body, limits.answer_bytes, limits.idle).await?;
-        let mut response = (head.status, body).into_response();
-        response.headers_mut().insert(CONTENT_TYPE, JSON);
-        Ok(response)
+        Ok((head.status, body))
     }
 }

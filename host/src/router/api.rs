@@ -4,6 +4,7 @@ use super::error::HttpError;
 use super::fields::{FieldEdit, JsonFields, elements};
 use kvferry_engine::core::router::RoutedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::Arc;
 
 /// A way to ask for tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -131,6 +132,8 @@ pub(crate) struct GenerationRequest {
     pub(crate) parts: Vec<RequestPart>,
     /// Tokens to generate, as far as can be told.
     pub(crate) output: u32,
+    /// The model that it is for, if it names one.
+    pub(crate) model: Option<Arc<str>>,
 }
 
 impl GenerationRequest {
@@ -169,7 +172,11 @@ impl GenerationRequest {
         }
         let seed = fields.get("seed").filter(|_| samples > 1).and_then(|seed| seed.parse().ok());
         let output = output(&fields);
-        Ok((GenerationRequest { api, fields, stream, samples, seed, parts, output }, known))
+        // What is no name the instance refuses in its own words.
+        let model =
+            fields.get("model").and_then(|model| serde_json::from_str::<String>(model).ok());
+        let model = model.filter(|model| !model.is_empty()).map(Arc::from);
+        Ok((GenerationRequest { api, fields, stream, samples, seed, parts, output, model }, known))
     }
 
     /// The body of a leg of one part, with this `kv_transfer_params`.

@@ -1,5 +1,6 @@
 //! Arguments of `kvferry router`, and the settings that they make.
 
+use super::static_instances::StaticArgs;
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
 use crate::tls::{LegAuthorities, TlsArgs};
@@ -40,6 +41,8 @@ pub(crate) struct RouterArgs {
     /// Take only instances that sign their registrations
     #[arg(long)]
     pub(crate) require_signed: bool,
+    #[command(flatten)]
+    pub(crate) statics: StaticArgs,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Ask instances over TLS, and not otherwise: their certificates have to be signed by the
@@ -84,6 +87,10 @@ pub(crate) struct RouterArgs {
     /// what the router sent it: for several routers of one fleet; 0: do not ask
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     pub(crate) scrape_load: f64,
+    /// Seconds after which instances that do not say which models they serve are asked for them again;
+    /// 0: they are not asked, and get requests for any
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
+    pub(crate) models_period: f64,
     /// Transfers of one request: prompts times n
     #[arg(long, value_name = "N", default_value_t = 128)]
     pub(crate) parts_max: u32,
@@ -182,6 +189,10 @@ impl RouterArgs {
             load_period: match self.scrape_load {
                 0.0 => None,
                 period => Some(nanos("--scrape-load", period)?),
+            },
+            models_period: match self.models_period {
+                0.0 => None,
+                period => Some(nanos("--models-period", period)?),
             },
             release_max: self.release_max()?,
             waiting_max: self.queue_size,

@@ -4,7 +4,12 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use kvferry_engine::core::router::NAMED_MODELS_MAX;
 use serde::Serialize;
+use std::sync::Arc;
+
+/// Characters of a client's name for a model that it is shown.
+const NAME_SHOWN: usize = 200;
 
 #[derive(Serialize)]
 struct ErrorBody<'a> {
@@ -16,7 +21,14 @@ struct ErrorDetail<'a> {
     message: &'a str,
     r#type: &'a str,
     param: Option<&'a str>,
-    code: u16,
+    code: ErrorCode,
+}
+
+#[derive(Serialize)]
+#[serde(untagged)]
+enum ErrorCode {
+    Status(u16),
+    Word(&'static str),
 }
 
 /// What a client is told instead of an answer.
@@ -47,9 +59,30 @@ impl HttpError {
             status if status.is_client_error() => "BadRequestError",
             _ => "InternalServerError",
         };
-        let error = ErrorDetail { message, r#type: kind, param, code: status.as_u16() };
+        let code = ErrorCode::Status(status.as_u16());
+        HttpError::with_detail(status, ErrorDetail { message, r#type: kind, param, code })
+    }
+
+    fn with_detail(status: StatusCode, error: ErrorDetail<'_>) -> HttpError {
         let body = serde_json::to_vec(&ErrorBody { error }).expect("texts and numbers are JSON");
         HttpError { status, body: body.into() }
+    }
+
+    /// No instance serves `asked`; `served` are models that are served.
+    pub(crate) fn no_model(asked: &str, served: &[Arc<str>]) -> HttpError {
+        let asked: String = asked.chars().take(NAME_SHOWN).collect();
+        let more = if served.len() >= NAMED_MODELS_MAX { ", and perhaps others" } else { "" };
+        let message = format!(
+            "no instance serves the model `{asked}`: ask for one of those that are served, {}{more}",
+            served.join(", ")
+        );
+        let error = ErrorDetail {
+            message: &message,
+            r#type: "invalid_request_error",
+            param: Some("model"),
+            code: ErrorCode::Word("model_not_found"),
+        };
+        HttpError::with_detail(StatusCode::NOT_FOUND, error)
     }
 
     /// An instance's own words if they are an error object, else as the message of one.

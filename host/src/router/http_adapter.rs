@@ -10,7 +10,7 @@ use super::merge;
 use super::metrics::{LegLabels, RouterMetrics, role_name};
 use super::params::TransferUid;
 use super::pool::{ConnectionPool, PooledBody};
-use super::probe;
+use super::probe::{self, ProbeOrder};
 use super::relay::{StreamEnd, StreamRelay};
 use super::routed_request::{RoutedRequest, is_alone, order, role_of};
 use crate::instance::{ReportedFailure, find_failure};
@@ -170,8 +170,8 @@ impl HttpAdapter {
             LegBody::Decode { .. } => false,
         };
         let tells = match role {
-            Role::Prefill => pair.prefill.native,
-            Role::Decode => pair.decode.native && !is_alone(&body),
+            Role::Prefill => pair.prefill.native || pair.is_static(),
+            Role::Decode => (pair.decode.native || pair.is_static()) && !is_alone(&body),
         };
         let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
         let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());
@@ -378,6 +378,10 @@ impl HttpAdapter {
             ClientAnswer::Failed(failure) => {
                 Err(known.fault.take().unwrap_or_else(|| refusal(failure)))
             }
+            ClientAnswer::NoModel(served) => {
+                let asked = known.job.asked.model.as_deref().unwrap_or_default();
+                Err(HttpError::no_model(asked, served))
+            }
             ClientAnswer::NoInstance => Err(HttpError::new(
                 StatusCode::SERVICE_UNAVAILABLE,
                 "no prefill and decode instance of equal transfer mode is ready; \
@@ -465,8 +469,10 @@ impl PlaneAdapter for HttpAdapter {
                 }
             }
             RouterEffect::Answer { client, answer } => self.answer(client, &answer),
-            RouterEffect::Probe { probe, http } => {
-                probe::start(probe, http, self.pool.clone(), self.core.clone());
+            RouterEffect::Probe { probe, http: to, is_unproven, wants_models } => {
+                let order = ProbeOrder { probe, to, is_unproven, wants_models };
+                let key = self.settings.authorization.clone();
+                probe::start(order, self.pool.clone(), key, self.core.clone());
             }
             RouterEffect::AskLoad { http } => {
                 self.loads.start(http, self.pool.clone(), self.core.clone(), &self.metrics);
@@ -493,13 +499,13 @@ impl Handler<SubmitRequest> for Driver<HttpAdapter> {
     fn handle(&mut self, ask: SubmitRequest, context: &mut Context<Self>) {
         let SubmitRequest { client, job, prompts, events } = ask;
         let parts = vec![PartState::default(); job.asked.parts.len()];
-        let output = job.asked.output;
+        let (output, model) = (job.asked.output, job.asked.model.clone());
         self.with_adapter(context, |front, out| {
             front.clients.insert(
                 client,
                 ClientState { job, arrived: Instant::now(), events, parts, fault: None },
             );
-            let request = ClientRequest { client, prompts, samples: 1, output };
+            let request = ClientRequest { client, prompts, samples: 1, output, model };
             out.push_back(RouterInput::Request(request));
         });
     }

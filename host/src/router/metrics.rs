@@ -1,6 +1,7 @@
 //! What is counted, in the format of Prometheus.
 
 use super::instance_times::AllInstanceTimes;
+use super::static_instances::ListedSource;
 use crate::instance::{CutCollector, InputCollector};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, RouterCounters};
@@ -43,6 +44,11 @@ struct InstanceLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RejectionLabels {
     reason: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SourceLabels {
+    source: String,
 }
 
 /// One thing in a gauge, for as long as this is there; also if the future that has it is dropped.
@@ -90,14 +96,18 @@ pub(crate) struct RouterMetrics {
     busy: Family<RoleLabels, Gauge>,
     rejected: Family<RejectionLabels, Counter>,
     waiting: Gauge,
+    /// By what names static instances: how many, and whether it could be asked.
+    named: Family<SourceLabels, Gauge>,
+    named_up: Family<SourceLabels, Gauge>,
     /// Those of the router core, in the order of [`CORE`].
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 10] = [
+const CORE: [(&str, &str); 11] = [
     ("retries", "Transfers sent again after a failure"),
     ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
     ("shed", "Requests that were refused because too many are open or wait"),
+    ("unknown_models", "Requests for a model that no instance serves"),
     ("direct_prompts", "Prompts that were sent to a decode alone"),
     ("expired", "Instances whose registration expired"),
     ("replaced", "Instances that were replaced by a new incarnation"),
@@ -126,6 +136,8 @@ impl RouterMetrics {
             busy: Family::default(),
             rejected: Family::default(),
             waiting: Gauge::default(),
+            named: Family::default(),
+            named_up: Family::default(),
             core: Default::default(),
         };
         let all = &metrics;
@@ -150,12 +162,25 @@ impl RouterMetrics {
         let about = "Registrations that were not taken";
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
+        let about = "Static instances that a source names";
+        registry.register("static_instances", about, all.named.clone());
+        let about = "Whether a source of static instances could be asked or read";
+        registry.register("static_source_up", about, all.named_up.clone());
         registry.register_collector(Box::new(InputCollector));
         registry.register_collector(Box::new(CutCollector));
         for ((name, about), counter) in CORE.iter().zip(&all.core) {
             registry.register(*name, *about, counter.clone());
         }
         (metrics, registry)
+    }
+
+    /// Takes over what names static instances.
+    pub(crate) fn update_static(&self, sources: &[ListedSource]) {
+        for it in sources {
+            let labels = SourceLabels { source: it.source.clone() };
+            self.named.get_or_create(&labels).set(it.instances as i64);
+            self.named_up.get_or_create(&labels).set(i64::from(it.error.is_none()));
+        }
     }
 
     /// Takes over what the router core counts.
@@ -181,10 +206,12 @@ impl RouterMetrics {
         self.waiting.set(i64::from(waiting));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
         let RouterCounters { replaced, switched, suspicions, cancelled, unread, .. } = counters;
+        let unknown_models = &counters.unknown_models;
         let counts = [
             retries,
             refused_retries,
             shed,
+            unknown_models,
             direct,
             expired,
             replaced,

@@ -20,6 +20,7 @@ mod leg;
 mod load;
 mod merge;
 mod metrics;
+mod model_lists;
 mod params;
 mod pool;
 mod probe;
@@ -27,6 +28,7 @@ mod relay;
 mod routed_request;
 mod server;
 mod sse;
+mod static_instances;
 
 pub(crate) use args::RouterArgs;
 pub(crate) use pool::chain;
@@ -42,6 +44,7 @@ use self::http_adapter::{HttpAdapter, MAILBOX, ReleaseInstances, RouterAddr};
 use self::metrics::{ClientMeters, RouterMetrics};
 use self::pool::ConnectionPool;
 use self::server::ServedListener;
+use self::static_instances::StaticSources;
 use crate::instance::remedy;
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, open_files_max, raise_open_files,
@@ -81,6 +84,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let settings = args.settings()?;
     let config = args.config()?;
     let times = args.shutdown()?;
+    let statics = args.statics.sources(args.legs_ca.is_some())?;
     let certificate = args.tls.certificate().map_err(CommandError::Input)?;
     let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
     let (plane, discovery) = discovery(&args.discovery)?;
@@ -89,7 +93,7 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    let parts = RouterParts { plane, config, settings, pool, certificate, times };
+    let parts = RouterParts { plane, config, settings, statics, pool, certificate, times };
     actix::System::new().block_on(run(args, bound, parts))?;
     Ok(Exit::HELD)
 }
@@ -147,6 +151,7 @@ struct RouterParts {
     plane: SignedPlane<ZmqPlane>,
     config: RouterConfig,
     settings: HttpSettings,
+    statics: StaticSources,
     pool: ConnectionPool,
     /// What is shown to clients, if they are served over TLS.
     certificate: Option<ServerCertificate>,
@@ -158,13 +163,14 @@ async fn run(
     [clients, operators]: [std::net::TcpListener; 2],
     parts: RouterParts,
 ) -> io::Result<()> {
-    let RouterParts { plane, config, settings, pool, certificate, times } = parts;
+    let RouterParts { plane, config, settings, statics, pool, certificate, times } = parts;
     let mut ends = ShutdownSignals::new()?;
     let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
     let clock = monotonic_clock();
     let (metrics, registry) = RouterMetrics::new();
     let settings = Arc::new(settings);
+    let expiry = Duration::from_nanos(config.expiry.0);
     let router = kvferry_engine::core::router::Router::new(config, Incarnation(rand::random()));
     let core = HttpAdapter::start(
         router,
@@ -183,7 +189,9 @@ async fn run(
         bodies: BodyBudget::new(args.bodies_max),
         is_draining: AtomicBool::default(),
     });
-    let admin = Admin { handler: handler.clone(), pool, registry: registry.into(), clock };
+    let statics = statics.start(core.clone(), expiry);
+    let registry = registry.into();
+    let admin = Admin { handler: handler.clone(), pool, statics, registry, clock };
     let (stop, stopped) = watch::channel(false);
     let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
     let [client_table, admin_table] = tables;

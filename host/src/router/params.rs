@@ -3,7 +3,8 @@
 //! As vllm-router 0.1.17 sends them, and beyond that: the DP rank of the peer, with
 //! `remote_dp_rank_override`, and its TP size in both modes. As the override alone would have only
 //! the decode rank with the prefill's number tell the prefill of its blocks,
-//! the decode leg also says that its rank is the one to do it.
+//! the decode leg also says that its rank is the one to do it. Static instances get what NixlConnector
+//! reads.
 
 use super::fields::{FieldEdit, JsonFields};
 use crate::instance::SealedLeg;
@@ -56,6 +57,11 @@ pub(crate) fn write(
 ) -> Result<Option<String>, String> {
     let native = pair.is_native();
     match body {
+        LegBody::Prefill { .. } if pair.is_static() => Ok(Some(TO_STATIC_PREFILL.into())),
+        LegBody::Decode { params: Some(answer), .. } if pair.is_static() => {
+            JsonFields::parse(answer.as_bytes().to_vec().into())?;
+            Ok(Some(answer.as_ref().into()))
+        }
         LegBody::Prefill { transfer, .. } => {
             let native = native.then(|| json(transfer));
             Ok(Some(leg(&pair.decode, true, unique, native)))
@@ -73,6 +79,11 @@ pub(crate) fn write(
         }
     }
 }
+
+/// A prefill leg that names nobody, as vLLM's NixlConnector takes it: what it answers is the leg of
+/// the decode.
+const TO_STATIC_PREFILL: &str = "{\"do_remote_decode\":true,\"do_remote_prefill\":false,\
+     \"remote_engine_id\":null,\"remote_block_ids\":null,\"remote_host\":null,\"remote_port\":null}";
 
 fn json(leg: &impl Serialize) -> String {
     serde_json::to_string(leg).expect("legs are texts and numbers")

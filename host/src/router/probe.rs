@@ -1,39 +1,142 @@
-//! Whether an instance answers HTTP before it gets legs.
+//! Whether an instance answers HTTP before it gets legs, and which models it serves.
 
 use super::http_adapter::RouterAddr;
-use super::pool::ConnectionPool;
+use super::leg;
+use super::pool::{ConnectionPool, PooledBody};
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::{Request, Uri};
+use hyper::header::{AUTHORIZATION, HeaderValue};
+use hyper::{Request, Response, Uri};
 use kvferry_engine::actors::Input;
+use kvferry_engine::core::message::ServedModels;
 use kvferry_engine::core::router::{ProbeId, RouterInput};
 use kvferry_engine::fabric::Endpoint;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::timeout;
 
 /// Time for an answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Asks an instance for its health and tells the core. Any answer will do that is not the server's
-/// own failure: the instance listens.
-pub(crate) fn start(probe: ProbeId, to: Endpoint, pool: ConnectionPool, core: RouterAddr) {
+/// Longest list of models that is read, in bytes.
+const MODELS_BYTES: usize = 1 << 20;
+
+/// What is wanted of an instance.
+pub(crate) struct ProbeOrder {
+    pub(crate) probe: ProbeId,
+    pub(crate) to: Endpoint,
+    /// True if it is to show that it answers at all.
+    pub(crate) is_unproven: bool,
+    /// True if the models that it lists are wanted.
+    pub(crate) wants_models: bool,
+}
+
+/// Asks an instance for its health and its models and tells the core. Any answer will do for the
+/// first that is not the server's own failure: the instance listens.
+pub(crate) fn start(
+    order: ProbeOrder,
+    pool: ConnectionPool,
+    key: Option<HeaderValue>,
+    core: RouterAddr,
+) {
+    let ProbeOrder { probe, to, is_unproven, wants_models } = order;
     // The task ends within its patience.
     let _detached = actix::spawn(async move {
-        let asked = tokio::time::timeout(PATIENCE, ask(&to, &pool)).await;
-        let answers = match asked {
-            Ok(Ok(status)) => status < 500,
-            _ => false,
+        let answers = !is_unproven || {
+            let asked = timeout(PATIENCE, ask(&to, &pool, "/health", None)).await;
+            let answers = asked.is_ok_and(|it| it.is_ok_and(|it| it.status().as_u16() < 500));
+            match answers {
+                true => tracing::info!(http = %to, "instance answers"),
+                false => tracing::debug!(http = %to, "instance does not answer yet"),
+            }
+            answers
         };
-        match answers {
-            true => tracing::info!(http = %to, "instance answers"),
-            false => tracing::debug!(http = %to, "instance does not answer yet"),
-        }
-        core.do_send(Input(RouterInput::Probed { probe, answers }));
+        let models = match answers && wants_models {
+            true => timeout(PATIENCE, models(&to, &pool, key)).await.ok().flatten(),
+            false => None,
+        };
+        let models = models.map(Arc::new);
+        core.do_send(Input(RouterInput::Probed { probe, answers, models }));
     });
 }
 
-async fn ask(to: &Endpoint, pool: &ConnectionPool) -> Result<u16, String> {
+async fn ask(
+    to: &Endpoint,
+    pool: &ConnectionPool,
+    path: &'static str,
+    key: Option<HeaderValue>,
+) -> Result<Response<PooledBody>, String> {
     let mut request = Request::new(Full::<Bytes>::default());
-    *request.uri_mut() = Uri::from_static("/health");
-    let answer = pool.send(to, request).await?;
-    Ok(answer.status().as_u16())
+    *request.uri_mut() = Uri::from_static(path);
+    if let Some(key) = key {
+        request.headers_mut().insert(AUTHORIZATION, key);
+    }
+    pool.send(to, request).await
+}
+
+/// The models that an instance lists; nothing if it lists none, or none that can be used.
+async fn models(
+    to: &Endpoint,
+    pool: &ConnectionPool,
+    key: Option<HeaderValue>,
+) -> Option<ServedModels> {
+    let answer = ask(to, pool, "/v1/models", key).await.ok()?;
+    if !answer.status().is_success() {
+        return None;
+    }
+    let list = leg::collect(answer.into_body(), MODELS_BYTES, PATIENCE).await.ok()?;
+    let listed = served(&list);
+    if listed.is_none() {
+        tracing::debug!(http = %to, "its list of models says nothing: it gets requests for any");
+    }
+    listed
+}
+
+/// The models of a list as `GET /v1/models` answers it; none if it says that it takes any, or cannot
+/// be used.
+pub(super) fn served(list: &[u8]) -> Option<ServedModels> {
+    #[derive(Deserialize)]
+    struct ListedModels {
+        data: Vec<ModelEntry>,
+        /// Of `kvferry serve`.
+        #[serde(default)]
+        any_model: bool,
+    }
+    #[derive(Deserialize)]
+    struct ModelEntry {
+        id: Arc<str>,
+        #[serde(default)]
+        parent: Option<IgnoredAny>,
+    }
+    let list: ListedModels =
+        serde_json::from_slice(list).ok().filter(|it: &ListedModels| !it.any_model)?;
+    let (names, adapters): (Vec<_>, Vec<_>) =
+        list.data.into_iter().partition(|card| card.parent.is_none());
+    let names = names.into_iter().map(|card| card.id).collect();
+    let adapters = adapters.into_iter().map(|card| card.id).collect();
+    Some(ServedModels { names, adapters }).filter(ServedModels::is_well_formed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_of_models_is_read_or_says_nothing() {
+        let list = br#"{"object": "list", "data": [{"id": "m", "parent": null, "root": "/m"},
+            {"id": "sql", "parent": "m"}, {"id": "n"}], "x": 1}"#;
+        let served_by = served(list).expect("models");
+        assert_eq!(served_by.names.iter().map(|it| &**it).collect::<Vec<_>>(), ["m", "n"]);
+        assert_eq!(served_by.adapters.iter().map(|it| &**it).collect::<Vec<_>>(), ["sql"]);
+        let long = format!(r#"{{"data": [{{"id": "{}"}}]}}"#, "m".repeat(257));
+        let many: Vec<_> = (0..257).map(|n| format!(r#"{{"id": "m{n}"}}"#)).collect();
+        let many = format!(r#"{{"data": [{}]}}"#, many.join(","));
+        let any = r#"{"data": [{"id": "m"}], "any_model": true}"#;
+        for says_nothing in [&*long, &*many, any, "", "[]", r#"{"data": []}"#, r#"{"data": [{}]}"#]
+        {
+            assert_eq!(served(says_nothing.as_bytes()), None, "{says_nothing:.40}");
+        }
+    }
 }

@@ -5,7 +5,7 @@ use crate::instance::{FabricArg, Overrides, ProtocolLimits, TrustSettings};
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
 use clap::Args;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
 use kvferry_engine::core::layout::GroupKind;
@@ -91,6 +91,9 @@ pub(crate) struct ServeArgs {
     /// TP ranks; where there are peers that speak MoRIIO each takes the next port of both kinds
     #[arg(long, default_value_t = 1)]
     pub(crate) tp: u16,
+    /// Names that it takes requests for, and registers with; without it, any
+    #[arg(long, value_name = "NAME", num_args = 1.., value_parser = NonEmptyStringValueParser::new())]
+    pub(crate) served_model_name: Vec<String>,
     /// Layers of the model
     #[arg(long, default_value_t = 4)]
     pub(crate) layers: u16,

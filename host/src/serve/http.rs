@@ -33,6 +33,8 @@ pub(super) struct HandlerState {
     pub(super) instance: MailboxSender<InstanceActor>,
     pub(super) own: InstanceIdentity,
     pub(super) model: String,
+    /// The models that it takes requests for; empty for any.
+    pub(super) served: Vec<String>,
     pub(super) registry: Registry,
     pub(super) draining: AtomicBool,
     pub(super) requests: AtomicU64,
@@ -58,8 +60,10 @@ async fn health(State(shared): State<Arc<HandlerState>>) -> StatusCode {
 }
 
 async fn models(State(shared): State<Arc<HandlerState>>) -> Json<Value> {
-    let model = json!({"id": shared.model, "object": "model", "owned_by": "kvferry"});
-    Json(json!({"object": "list", "data": [model]}))
+    let models = shared.served.iter().chain(shared.served.is_empty().then_some(&shared.model));
+    let card = |id| json!({"id": id, "object": "model", "owned_by": "kvferry"});
+    let data: Vec<_> = models.map(card).collect();
+    Json(json!({"object": "list", "data": data, "any_model": shared.served.is_empty()}))
 }
 
 async fn metrics(State(shared): State<Arc<HandlerState>>) -> Response {
@@ -138,6 +142,11 @@ async fn begin(
     let id: RequestId = named.map_or_else(|| format!("kvferry-{number}"), str::to_string).into();
     let (output, stream) = (body.output(), body.stream.unwrap_or(false));
     let model = body.model.clone();
+    if let Some(model) = model.as_ref().filter(|_| !shared.served.is_empty())
+        && !shared.served.contains(model)
+    {
+        return Err(unusable(format!("the model `{model}` is not served here")));
+    }
     let leg = shared.own.leg(&id, body.kv_transfer_params.as_deref(), output);
     let leg = leg.map_err(unusable)?;
     let (sender, news) = channel(NEWS_MAX);
@@ -300,6 +309,7 @@ mod tests {
             instance: MailboxSender::new(host.address().clone(), places),
             own: InstanceIdentity::open(Role::Decode, Mode::Push, address),
             model: "m".into(),
+            served: Vec::new(),
             registry,
             draining: AtomicBool::new(false),
             requests: AtomicU64::new(0),

@@ -29,7 +29,7 @@ use kvferry_engine::actors::{InstanceBuilder, MailboxSender, monotonic_clock};
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::message::Role;
+use kvferry_engine::core::message::{Role, ServedModels};
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, bracketed};
 use kvferry_fabric_host::{HostConfig, PeerTrust};
@@ -116,6 +116,7 @@ async fn serve(
         instance: instance.clone(),
         own,
         model: plan.model.name.clone(),
+        served: args.served_model_name.clone(),
         registry,
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
@@ -161,6 +162,7 @@ fn core_config(
         settings: plan.limits.protocol.clone(),
         channel: plan.limits.channel.clone(),
         verify: args.verify,
+        models: served_models(&args.served_model_name),
         moriio: Some(MoriioConfig {
             address: zmq,
             layer_names: (0..plan.model.layers).map(name).collect(),
@@ -170,6 +172,11 @@ fn core_config(
         }),
         ..CoreConfig::new(role, engine, incarnation, geometry, handshake.clone())
     }
+}
+
+fn served_models(names: &[String]) -> Option<Arc<ServedModels>> {
+    let names: Vec<Arc<str>> = names.iter().map(|name| name.as_str().into()).collect();
+    (!names.is_empty()).then(|| Arc::new(ServedModels { names, adapters: Vec::new() }))
 }
 
 /// What a TP rank is started with.

@@ -133,6 +133,7 @@ pub(crate) fn answering(http: &str, role: Role, mode: Mode, control: &str) -> Re
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     }
 }
 

@@ -40,10 +40,13 @@ const OBSERVED: &str = "host/tests/embed/observed.rs";
 
 const HOSTS: &str = "engine/tests/payload_hosts/cases.rs";
 
-const EXCEPTIONS: [Exception; 17] = exceptions! {
+const EXCEPTIONS: [Exception; 18] = exceptions! {
     "router" "Register"
         "no shell makes one: instances register by frames"
         None,
+    "router" "Static"
+        "the instances here register"
+        Some(("host/tests/router/static_instances.rs", "static_pairs_get_the_legs_of_nixl")),
     "router" "ProofSigned"
         "the fleets here have no secret"
         Some((SIGNED, "a_fleet_that_signs_is_served_and_others_are_named")),

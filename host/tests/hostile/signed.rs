@@ -64,6 +64,7 @@ fn made_up(engine: &str, role: Role, http: &str) -> Vec<u8> {
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     };
     frame(role, http, &HeartbeatFields { native: Some(native), ..HeartbeatFields::of(Mode::Push) })
 }

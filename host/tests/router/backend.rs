@@ -84,6 +84,8 @@ pub(crate) struct StubInstance {
     pub(crate) health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
     /// What it answers at /metrics.
     pub(crate) metrics: Arc<Mutex<Act>>,
+    /// What it answers to who asks for its models.
+    pub(crate) models: Arc<Mutex<Value>>,
     /// Legs of the prefills whose KV a decode waits for, as vLLM's does; none if it does not wait.
     partners: Arc<Mutex<Vec<ReceivedLegs>>>,
     /// Speaks TLS if there is one; all connections end when it is changed.
@@ -266,7 +268,12 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
 impl StubInstance {
     /// An instance at a free port that does the usual.
     pub(crate) async fn start(role: Role) -> StubInstance {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        StubInstance::start_at(role, "127.0.0.1:0").await.unwrap()
+    }
+
+    /// The same at an address, if that is free.
+    pub(crate) async fn start_at(role: Role, at: &str) -> std::io::Result<StubInstance> {
+        let listener = TcpListener::bind(at).await?;
         let http = listener.local_addr().unwrap().to_string();
         let partners: Arc<Mutex<Vec<ReceivedLegs>>> = Arc::default();
         let of = partners.clone();
@@ -280,6 +287,7 @@ impl StubInstance {
             dropped: watch::Sender::new(0),
             health: Arc::new(Mutex::new((true, Vec::new()))),
             metrics: Arc::new(Mutex::new(Act::Text(404, ""))),
+            models: Arc::new(Mutex::new(model_list(&["fake-model", "m"]))),
             partners,
             tls: watch::Sender::new(None),
             accepted: Arc::default(),
@@ -288,6 +296,7 @@ impl StubInstance {
         let (legs, decide) = (backend.legs.clone(), backend.decide.clone());
         let (arrived, dropped) = (backend.arrived.clone(), backend.dropped.clone());
         let (health, metrics) = (backend.health.clone(), backend.metrics.clone());
+        let models = backend.models.clone();
         let (tls, accepted) = (backend.tls.clone(), backend.accepted.clone());
         backend.server = Some(tokio::spawn(async move {
             let mut connections = tokio::task::JoinSet::new();
@@ -302,6 +311,7 @@ impl StubInstance {
                     dropped: dropped.clone(),
                     health: health.clone(),
                     metrics: metrics.clone(),
+                    models: models.clone(),
                 };
                 let service = service_fn(move |request| serve(request, state.clone()));
                 let mut changes = tls.subscribe();
@@ -325,7 +335,7 @@ impl StubInstance {
                 });
             }
         }));
-        backend
+        Ok(backend)
     }
 
     /// Does with each leg what `decide` says; the usual if it says nothing.
@@ -392,11 +402,18 @@ struct StubState {
     dropped: watch::Sender<usize>,
     health: Arc<Mutex<(bool, Vec<Option<String>>)>>,
     metrics: Arc<Mutex<Act>>,
+    models: Arc<Mutex<Value>>,
+}
+
+/// A list of models as vLLM has it.
+pub(crate) fn model_list(names: &[&str]) -> Value {
+    let card = |id: &&str| json!({"id": id, "object": "model", "root": "/models", "parent": null});
+    json!({"object": "list", "data": names.iter().map(card).collect::<Vec<_>>()})
 }
 
 async fn serve(
     request: Request<Incoming>,
-    StubState { legs, decide, arrived, dropped, health, metrics }: StubState,
+    StubState { legs, decide, arrived, dropped, health, metrics, models }: StubState,
 ) -> Result<Response<Chunks>, std::io::Error> {
     if request.method() == hyper::Method::GET {
         let key =
@@ -413,7 +430,8 @@ async fn serve(
             let page = metrics.lock().unwrap().clone();
             return act(page).await;
         }
-        let body = json!({"object": "list", "data": [{"id": "fake-model"}], "key": key});
+        let mut body = models.lock().unwrap().clone();
+        body["key"] = json!(key);
         return act(Act::Json(200, body)).await;
     }
     let (head, body) = request.into_parts();

@@ -255,6 +255,7 @@ async fn native_pairs_get_their_legs_in_both_forms() {
                 draining: false,
                 fit: None,
                 troubles: Vec::new(),
+                models: None,
             };
             router.register(
                 backend,

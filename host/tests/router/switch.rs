@@ -27,6 +27,7 @@ fn says(instance: &StubInstance, role: Role, incarnation: u64) -> Vec<Vec<Vec<u8
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     };
     vec![vec![native::encode(&Frame::Register(registration))]]
 }

@@ -1,13 +1,14 @@
 //! What instances say on the discovery channel: registrations of the native dialect, heartbeats of
 //! MoRIIO, or heartbeats with a native registration inside.
 
+use super::io::{Dialects, StaticInstance};
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::DecodeError;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::{MoriioRegistration, UncheckedRegistration};
 use crate::core::dialect::native::{self, Frame};
 use crate::core::ids::{EngineId, Incarnation};
-use crate::core::message::{Registration, Role};
+use crate::core::message::{Mode, Registration, Role};
 use crate::fabric::Endpoint;
 use std::sync::Arc;
 
@@ -55,8 +56,36 @@ impl RegistrationEntry {
             draining: false,
             fit: None,
             troubles: Vec::new(),
+            models: None,
         };
         RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false, signed: false }
+    }
+
+    /// Of an instance that the operator names. It has no incarnation, and is older than all that
+    /// register at its place: what those say is more.
+    pub(super) fn of_static(named: &StaticInstance, sequence: u64) -> RegistrationEntry {
+        let registration = Registration {
+            engine: static_name(named),
+            incarnation: Incarnation(0),
+            sequence,
+            role: named.role,
+            mode: Mode::Pull,
+            http: named.http.clone(),
+            control: named.http.clone(),
+            dp_rank: 0,
+            dp_size: 1,
+            tp: 1,
+            draining: false,
+            fit: None,
+            troubles: Vec::new(),
+            models: None,
+        };
+        RegistrationEntry { registration, zmq: None, native: false, signed: false }
+    }
+
+    /// How the instance is spoken to.
+    pub(super) fn dialects(&self) -> Dialects {
+        Dialects { native: self.native, moriio: self.zmq.is_some() }
     }
 
     /// True if both are of one incarnation of one instance that speaks MoRIIO only: all that a
@@ -72,11 +101,22 @@ impl RegistrationEntry {
 
 /// The name of one DP rank: its role and HTTP address are the instance's identity.
 pub(super) fn rank_name(beat: &MoriioRegistration, dp_rank: u16) -> EngineId {
-    let role = match beat.role() {
+    format!("{}/{}/{dp_rank}", letter(beat.role()), beat.http()).into()
+}
+
+/// How names of instances begin that the operator named; no other begins so.
+pub(super) const STATIC: &str = "static/";
+
+/// The name of a static instance: its role and HTTP address are its identity.
+pub(super) fn static_name(named: &StaticInstance) -> EngineId {
+    format!("{STATIC}{}/{}", letter(named.role), named.http).into()
+}
+
+fn letter(role: Role) -> char {
+    match role {
         Role::Prefill => 'P',
         Role::Decode => 'D',
-    };
-    format!("{role}/{}/{dp_rank}", beat.http()).into()
+    }
 }
 
 /// What a message says.

@@ -10,7 +10,7 @@ use super::requests::{PromptState, SampleProgress, SampleState};
 use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
-use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role};
+use crate::core::message::{DecodeLeg, Mode, PrefillLeg, Role, ServedModels};
 use crate::core::time::Nanos;
 use crate::core::timers::Timers;
 use crate::fabric::Endpoint;
@@ -32,7 +32,8 @@ pub(super) struct LegInFlight {
     pub(super) prefill: Option<InstanceId>,
     /// What it was charged to its instance.
     tokens: u64,
-    /// Of a decode leg that reads by MoRIIO: what is sent when the prefill has answered.
+    /// Of a decode leg that reads by MoRIIO, or between static instances: what is sent when the
+    /// prefill has answered.
     held: Option<Box<(InstancePair, LegBody)>>,
 }
 
@@ -51,7 +52,7 @@ pub(super) enum RouterTimer {
     Expiry(InstanceId),
     /// A suspect instance may take legs again.
     Heal(InstanceId),
-    /// An instance that did not answer is probed again.
+    /// An instance that did not answer, or whose models are to be read again, is probed again.
     Probe(InstanceId),
     /// Servers are asked for their load.
     Load,
@@ -137,7 +138,8 @@ impl LegDispatcher {
         work: &'a PromptState,
     ) -> SelectionRequest<'a> {
         let (registry, config) = (&self.registry, &self.config);
-        SelectionRequest { registry, config, now, client, prompt: &work.prompt, avoid: &work.avoid }
+        let (prompt, model, avoid) = (&work.prompt, work.model.as_deref(), &work.avoid);
+        SelectionRequest { registry, config, now, client, prompt, model, avoid }
     }
 
     /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer
@@ -368,6 +370,7 @@ impl LegDispatcher {
         if let Some(until) = health.failed(now, id, next, weight, &self.config) {
             self.counters.suspicions += 1;
             self.timers.arm(RouterTimer::Heal(instance_id), until);
+            self.doubt(now, instance_id);
         }
         if let LegFailure::Instance(why) = failure {
             self.note_kv_result(now, id, Some(why));
@@ -440,24 +443,56 @@ impl LegDispatcher {
         }
     }
 
-    /// Asks an instance that has not answered whether it does.
+    /// A static instance does not say that it is there: when it failed it is to answer a probe again.
+    fn doubt(&mut self, now: Nanos, instance_id: InstanceId) {
+        let instance = self.registry.instance_mut(instance_id);
+        if let Some(period) = self.config.probe.filter(|_| instance.dialects().is_static()) {
+            instance.unproven = true;
+            self.timers.arm(RouterTimer::Probe(instance_id), now + period);
+        }
+    }
+
+    /// Asks an instance that has not answered whether it does, and one that does not say which models
+    /// it serves for these.
     pub(super) fn probe(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let Some(instance) = self.registry.get(instance_id) else { return };
-        if instance.unproven && !instance.lost {
-            let http = instance.registration.http.clone();
-            turn.push(RouterEffect::Probe { probe: ProbeId(instance_id.0), http });
+        let wants_models =
+            self.config.models_period.is_some() && instance.registration.models.is_none();
+        if (instance.unproven || wants_models) && !instance.lost {
+            let (probe, http) = (ProbeId(instance_id.0), instance.registration.http.clone());
+            let is_unproven = instance.unproven;
+            turn.push(RouterEffect::Probe { probe, http, is_unproven, wants_models });
         }
     }
 
     /// An instance answered a probe, or did not.
-    pub(super) fn probed(&mut self, now: Nanos, probe: ProbeId, answers: bool) {
+    pub(super) fn probed(
+        &mut self,
+        now: Nanos,
+        probe: ProbeId,
+        (answers, models): (bool, Option<Arc<ServedModels>>),
+    ) {
         let instance_id = InstanceId(probe.0);
-        if self.registry.get(instance_id).is_none_or(|instance| !instance.unproven) {
+        if self.registry.get(instance_id).is_none() {
             return;
         }
-        if answers {
-            self.registry.instance_mut(instance_id).unproven = false;
-        } else if let Some(period) = self.config.probe {
+        let instance = self.registry.instance_mut(instance_id);
+        // What it listed before holds as long as it lists nothing else.
+        if let Some(models) = models.filter(|models| models.is_well_formed()) {
+            instance.listed_models = Some(models);
+        }
+        if answers && instance.unproven {
+            instance.unproven = false;
+            if instance.dialects().is_static() {
+                instance.health.registered();
+            }
+        }
+        let says_models = instance.registration.models.is_some();
+        let period = match instance.unproven {
+            true => self.config.probe,
+            false => self.config.models_period.filter(|_| !says_models),
+        };
+        if let Some(period) = period {
             self.timers.arm(RouterTimer::Probe(instance_id), now + period);
         }
     }

@@ -7,7 +7,7 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::layout::Mismatch;
-use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration};
+use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration, Role, ServedModels};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
@@ -29,6 +29,9 @@ pub enum RouterInput {
     Proof { link: LinkId, proof: RegistrationProof },
     /// A registration that did not come as a frame, e.g. of a static instance.
     Register(Registration),
+    /// The instances that the operator names, all of them. To be repeated, as registrations are: who
+    /// is not in it any more drains.
+    Static(Arc<[StaticInstance]>),
     /// A client sent a request.
     Request(ClientRequest),
     /// A client went away: cancel its legs, answer nothing.
@@ -40,6 +43,9 @@ pub enum RouterInput {
         probe: ProbeId,
         /// True if legs may be sent there.
         answers: bool,
+        /// The models that it lists, if they were wanted and could be read.
+        #[serde(default)]
+        models: Option<Arc<ServedModels>>,
     },
     /// Take no new requests; finish those there are.
     Drain,
@@ -54,6 +60,37 @@ pub enum RouterInput {
         http: Endpoint,
         load: ServerLoad,
     },
+}
+
+/// An instance that the operator names, and that says nothing of itself. Its legs have the form of
+/// vLLM's NixlConnector: what the prefill answers is the leg of the decode, word for word.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct StaticInstance {
+    pub role: Role,
+    /// Where it takes legs.
+    pub http: Endpoint,
+}
+
+/// How an instance is spoken to about KV: two with one of these in common can be paired, and two
+/// that have neither, which are static.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Dialects {
+    pub native: bool,
+    pub moriio: bool,
+}
+
+impl Dialects {
+    /// True of a [`StaticInstance`].
+    pub fn is_static(self) -> bool {
+        !self.native && !self.moriio
+    }
+
+    /// True if KV can go between the two.
+    pub fn meet(self, other: Dialects) -> bool {
+        self.native && other.native
+            || self.moriio && other.moriio
+            || self.is_static() && other.is_static()
+    }
 }
 
 /// What a proof says of registrations.
@@ -76,6 +113,9 @@ pub struct ClientRequest {
     pub samples: u32,
     /// Tokens to generate per sample, at least 1.
     pub output: u32,
+    /// The model that it is for; none takes any.
+    #[serde(default)]
+    pub model: Option<Arc<str>>,
 }
 
 /// A prompt as the router sees it.
@@ -160,6 +200,10 @@ pub enum RouterEffect {
         probe: ProbeId,
         /// Where it takes legs.
         http: Endpoint,
+        /// True if it is to show that it answers at all.
+        is_unproven: bool,
+        /// True if the models that it lists are wanted.
+        wants_models: bool,
     },
     /// Close the connection of a leg that has not ended; no event of it is wanted any more.
     CancelLeg { leg: LegId },
@@ -191,9 +235,14 @@ pub struct InstancePair {
 }
 
 impl InstancePair {
-    /// True if both speak the native dialect; else both speak MoRIIO.
+    /// True if both speak the native dialect; else both speak MoRIIO, or both are static.
     pub fn is_native(&self) -> bool {
         self.prefill.native && self.decode.native
+    }
+
+    /// True if the operator named both, and they say nothing of themselves.
+    pub fn is_static(&self) -> bool {
+        self.prefill.dialects().is_static()
     }
 }
 
@@ -212,6 +261,11 @@ pub struct PairMember {
 }
 
 impl PairMember {
+    /// How it is spoken to.
+    pub fn dialects(&self) -> Dialects {
+        Dialects { native: self.native, moriio: self.zmq.is_some() }
+    }
+
     /// Its DP rank and their number, as peers that speak MoRIIO are told. Each rank of a native
     /// instance has ports of its own, and is one of one to them.
     pub fn told_dp(&self) -> (u16, u16) {
@@ -236,8 +290,8 @@ pub enum LegBody {
         /// Which of the samples of the prompt it generates; stays the same over retries.
         sample: u32,
         output: u32,
-        /// What the prefill answered; only where KV is read by MoRIIO, and then none if there is
-        /// nothing to read.
+        /// What the prefill answered; only where KV is read by MoRIIO, or between static instances,
+        /// and then none if there is nothing to read.
         params: Option<Arc<str>>,
     },
 }
@@ -254,11 +308,17 @@ pub enum ClientAnswer {
     Failed(LegFailure),
     /// No instance could take it (503).
     NoInstance,
+    /// No instance serves the model (404). Those that are served, in order, [`NAMED_MODELS_MAX`] at
+    /// most.
+    NoModel(Arc<[Arc<str>]>),
     /// There are instances of both roles, but no two that fit (503).
     Misfit(Mismatch),
     /// As many requests are open as the router takes, or wait as may wait (429).
     Overload,
 }
+
+/// Models that are named to a client whose model is not served.
+pub const NAMED_MODELS_MAX: usize = 32;
 
 /// Which requests may be sent again, beside the tries that each has. Together they bound what
 /// retries add to the load while much fails.
@@ -310,12 +370,15 @@ pub struct RouterConfig {
     /// Pause before a request is sent again to instances that failed it; doubles per try. It ends
     /// when an instance comes that has not.
     pub retry_pause: Nanos,
-    /// An instance that registers by a frame gets no legs before it answered a probe; it is asked
-    /// again after this long. None: it gets legs at once.
+    /// An instance that registers by a frame, or is static, gets no legs before it answered a probe;
+    /// it is asked again after this long. None: it gets legs at once.
     pub probe: Option<Nanos>,
     /// Servers are asked for their load this often, beside what is known of their legs. None
     /// or zero: never.
     pub load_period: Option<Nanos>,
+    /// An instance that does not say which models it serves is asked for them with the probe, and
+    /// again after this long. None: it is not asked.
+    pub models_period: Option<Nanos>,
     /// Requests in flight; more wait.
     pub requests_max: u32,
     /// Requests that are open, in flight or waiting; more are answered `Overload`. None: no limit.
@@ -365,6 +428,7 @@ impl Default for RouterConfig {
             retry_pause: Nanos::from_ms(500),
             probe: None,
             load_period: None,
+            models_period: None,
             requests_max: 1_000_000,
             open_max: None,
             retry_share: None,

@@ -22,6 +22,8 @@ impl Router {
         } else if self.requests.len() >= open_max {
             self.dispatcher.counters.shed += 1;
             Some(ClientAnswer::Overload)
+        } else if let Some(served) = self.without_model(turn.now, request.model.as_deref()) {
+            Some(ClientAnswer::NoModel(served))
         } else {
             match RouterRequest::new(request, self.dispatcher.config.legs_max) {
                 Ok(request) => {
@@ -43,6 +45,13 @@ impl Router {
         } else {
             self.finish(client, Some(ClientAnswer::NoInstance), turn);
         }
+    }
+
+    /// The models that are served, if this one is by no instance.
+    fn without_model(&mut self, now: Nanos, model: Option<&str>) -> Option<Arc<[Arc<str>]>> {
+        let served = self.dispatcher.registry.without_model(now, model)?;
+        self.dispatcher.counters.unknown_models += 1;
+        Some(served)
     }
 
     /// Requests that wait for an instance, or before they are sent again.
@@ -136,13 +145,17 @@ impl Router {
 
     /// A request waited too long.
     pub(super) fn gave_up(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
-        let cause = self.requests.get(&client).and_then(|request| request.cause.clone());
-        let answer = match cause {
-            Some(cause) => ClientAnswer::Failed(cause),
-            None => match self.dispatcher.registry.only_misfits() {
+        let Some(request) = self.requests.get(&client) else { return };
+        let model = request.works.first().and_then(|work| work.model.clone());
+        let answer = if let Some(cause) = &request.cause {
+            ClientAnswer::Failed(cause.clone())
+        } else if let Some(served) = self.without_model(turn.now, model.as_deref()) {
+            ClientAnswer::NoModel(served)
+        } else {
+            match self.dispatcher.registry.only_misfits() {
                 Some(why) => ClientAnswer::Misfit(why.clone()),
                 None => ClientAnswer::NoInstance,
-            },
+            }
         };
         self.finish(client, Some(answer), turn);
     }

@@ -30,10 +30,11 @@
 //!     draining: false,
 //!     fit: None,
 //!     troubles: Vec::new(),
+//!     models: None,
 //! };
 //! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
 //! let prompts = vec![RoutedPrompt { tokens: 100, prefix: [].into() }];
-//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20 };
+//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20, model: None };
 //! for input in [
 //!     RouterInput::Register(instance("p0", Role::Prefill)),
 //!     RouterInput::Register(instance("d0", Role::Decode)),
@@ -255,12 +256,14 @@ impl Router {
         // What did not come by a link is the operator's.
         let is_trusted = entry.signed || link.is_none();
         let (draining, native) = (entry.registration.draining, entry.native);
+        let is_static = entry.dialects().is_static();
         let http = entry.registration.http.clone();
         let source = link.and_then(|link| self.source(link));
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
-        let registered = admission::admit(&http, is_trusted, config)
-            .and_then(|()| registry.register(turn.now, (entry, source), config));
+        let admitted = if is_static { Ok(()) } else { admission::admit(&http, is_trusted, config) };
+        let registered =
+            admitted.and_then(|()| registry.register(turn.now, (entry, source), config));
         let (instance_id, replaced, switched) = match registered {
             Ok(RegisterOutcome::Current { instance_id, replaced, switched }) => {
                 (instance_id, replaced, switched)
@@ -268,6 +271,10 @@ impl Router {
             Ok(RegisterOutcome::Stale) => {
                 self.dispatcher.counters.stale += 1;
                 return Ok(());
+            }
+            // It registered by itself as well, which says more.
+            Err(reason @ (RejectReason::Superseded | RejectReason::SignedBefore)) if is_static => {
+                return Err(reason);
             }
             Err(reason) => {
                 self.reject_registration(turn.now, &http, source, reason);
@@ -286,8 +293,9 @@ impl Router {
             }
             self.dispatcher.heard_of_pairs(turn.now, instance_id);
             self.dispatcher.await_loads(turn.now);
-            if instance_id == new && link.is_some() && self.dispatcher.config.probe.is_some() {
-                self.dispatcher.registry.instance_mut(instance_id).unproven = true;
+            if instance_id == new && (link.is_some() || is_static) {
+                let is_unproven = self.dispatcher.config.probe.is_some();
+                self.dispatcher.registry.instance_mut(instance_id).unproven = is_unproven;
                 self.dispatcher.probe(instance_id, turn);
             }
             if self.dispatcher.registry.is_over(instance_id) {
@@ -365,11 +373,18 @@ impl Machine for Router {
             RouterInput::Register(registration) => {
                 let _listed = self.register(RegistrationEntry::native(registration), None, turn);
             }
+            RouterInput::Static(_) if self.released => {}
+            RouterInput::Static(named) => {
+                for entry in self.dispatcher.registry.static_entries(&named) {
+                    // Why it was not taken is listed.
+                    let _listed = self.register(entry, None, turn);
+                }
+            }
             RouterInput::Request(request) => self.request(request, turn),
             RouterInput::Gone { client } => self.finish(client, None, turn),
             RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
-            RouterInput::Probed { probe, answers } => {
-                self.dispatcher.probed(turn.now, probe, answers);
+            RouterInput::Probed { probe, answers, models } => {
+                self.dispatcher.probed(turn.now, probe, (answers, models));
                 if answers {
                     self.wake(turn);
                 }

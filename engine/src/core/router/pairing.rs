@@ -30,6 +30,8 @@ pub(super) struct SelectionRequest<'a> {
     pub(super) now: Nanos,
     pub(super) client: ClientId,
     pub(super) prompt: &'a RoutedPrompt,
+    /// The model that it is for, if that is said.
+    pub(super) model: Option<&'a str>,
     /// Instances that failed this prompt; taken only if there is no other.
     pub(super) avoid: &'a [InstanceId],
 }
@@ -74,8 +76,8 @@ impl<'a> SelectionRequest<'a> {
     }
 
     fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
-        let (now, client) = (self.now, self.client);
-        self.registry.of_role(role).filter(move |(_, instance)| instance.takes(now, client))
+        let SelectionRequest { now, client, model, .. } = self;
+        self.registry.of_role(role).filter(move |(_, it)| it.takes(now, client) && it.serves(model))
     }
 
     fn decodes_for(
@@ -94,10 +96,12 @@ impl<'a> SelectionRequest<'a> {
     pub(super) fn choose_prefill(self) -> Option<Choice> {
         let mut decodes = [const { None }; 2];
         // Whether all decodes understand those who speak one dialect only.
-        let (mut all_native, mut all_moriio) = (true, true);
+        let (mut all_native, mut all_moriio, mut all_static) = (true, true, true);
         for candidate in self.takers(Role::Decode) {
-            all_native &= candidate.1.native;
-            all_moriio &= candidate.1.zmq.is_some();
+            let dialects = candidate.1.dialects();
+            all_native &= dialects.native;
+            all_moriio &= dialects.moriio;
+            all_static &= dialects.is_static();
             let (cost, choice) = self.weigh(candidate);
             BestDecode::update(&mut decodes[choice.mode as usize], cost, choice.instance_id);
         }
@@ -106,8 +110,10 @@ impl<'a> SelectionRequest<'a> {
                 let (((_, avoid, _), is_busy, cost, _), choice) = self.weigh(candidate);
                 let prefill = candidate.1;
                 let anyone = decodes[choice.mode as usize]?;
-                let understood =
-                    prefill.native && all_native || prefill.zmq.is_some() && all_moriio;
+                let dialects = prefill.dialects();
+                let understood = dialects.native && all_native
+                    || dialects.moriio && all_moriio
+                    || dialects.is_static() && all_static;
                 let all_fit = prefill.misfits.is_empty();
                 // The best one is that of the same server.
                 let is_one = prefill.beside.is_some() && prefill.beside == anyone.only;

@@ -3,7 +3,7 @@
 use super::abandon_queue::AbandonQueue;
 use super::discovery::{RegistrationEntry, rank_name};
 use super::health::Health;
-use super::io::{PairMember, RouterConfig};
+use super::io::{Dialects, PairMember, RouterConfig};
 use super::load::{KnownLoad, LegWeights};
 use super::prefixes::PrefixMemory;
 use super::rejections::RejectReason;
@@ -11,7 +11,7 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::MoriioRegistration;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId};
 use crate::core::layout::{LayoutDigest, Mismatch};
-use crate::core::message::{Registration, Role, TROUBLES_MAX};
+use crate::core::message::{Registration, Role, ServedModels, TROUBLES_MAX};
 use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
@@ -50,6 +50,8 @@ pub(super) struct RegisteredInstance {
     pub(super) lost: bool,
     /// Tokens of its legs in flight, as charged by the pairing.
     pub(super) tokens: u64,
+    /// The models that it listed when it was asked.
+    pub(super) listed_models: Option<Arc<ServedModels>>,
     /// Its legs in flight.
     pub(super) legs: BTreeMap<LegId, ClientId>,
     /// What it has computed lately.
@@ -103,7 +105,12 @@ impl RegisteredInstance {
 
     /// True if a decode and a prefill have a dialect in common.
     pub(super) fn understands(&self, other: &RegisteredInstance) -> bool {
-        self.native && other.native || self.zmq.is_some() && other.zmq.is_some()
+        self.dialects().meet(other.dialects())
+    }
+
+    /// How it is spoken to.
+    pub(super) fn dialects(&self) -> Dialects {
+        Dialects { native: self.native, moriio: self.zmq.is_some() }
     }
 
     /// What it said last.
@@ -215,7 +222,7 @@ impl Registry {
     ) -> Result<RegisterOutcome, RejectReason> {
         entry.registration.troubles.truncate(TROUBLES_MAX);
         let registration = &entry.registration;
-        well_formed::check(registration)?;
+        well_formed::check(registration, entry.dialects())?;
         let (incarnation, sequence) = (registration.incarnation, registration.sequence);
         let mut replaced = Vec::new();
         if let Some(known) = self.known.get_mut(&registration.engine) {
@@ -414,6 +421,7 @@ impl Registry {
                 health: Health::default(),
                 lost: false,
                 tokens: 0,
+                listed_models: None,
                 legs: BTreeMap::new(),
                 prefixes: PrefixMemory::new(config.prefixes_max),
                 picked: 0,
@@ -571,12 +579,17 @@ fn refresh(
     instance.native = new.native;
     instance.registered = now;
     instance.lost = false;
-    instance.health.registered();
+    // That the operator still names an instance does not show that it is there.
+    if !instance.dialects().is_static() {
+        instance.health.registered();
+    }
     Ok(())
 }
 
+mod models;
 mod pairs;
 mod role_switch;
+mod static_instances;
 #[cfg(test)]
 pub(super) mod tests;
 mod unreachable_prefills;

@@ -47,9 +47,11 @@ pub enum RejectReason {
     WrongSignature,
     /// It is not signed, and one that was has its name or its HTTP address.
     SignedBefore,
+    /// It names no model, too many, or one by what is no name.
+    Models,
 }
 
-pub(super) const REASONS: usize = RejectReason::SignedBefore as usize + 1;
+pub(super) const REASONS: usize = RejectReason::Models as usize + 1;
 
 impl fmt::Display for RejectReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -71,6 +73,7 @@ impl fmt::Display for RejectReason {
             RejectReason::Unsigned => "not signed",
             RejectReason::WrongSignature => "wrong signature",
             RejectReason::SignedBefore => "not signed, and a signed instance is there",
+            RejectReason::Models => "bad names of models",
         })
     }
 }

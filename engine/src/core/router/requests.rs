@@ -4,6 +4,7 @@ use super::io::{ClientRequest, LegFailure, RoutedPrompt};
 use super::registry::InstanceId;
 use crate::core::error::Failure;
 use crate::core::ids::{LegId, TransferKey};
+use std::sync::Arc;
 
 /// How far a sample is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +32,8 @@ pub(super) struct SampleState {
 #[derive(Clone, Debug)]
 pub(super) struct PromptState {
     pub(super) prompt: RoutedPrompt,
+    /// The model that it is for, if that is said.
+    pub(super) model: Option<Arc<str>>,
     pub(super) output: u32,
     pub(super) samples: Vec<SampleState>,
     /// The prefill leg, while it is in flight.
@@ -125,7 +128,7 @@ impl RouterRequest {
 
     /// A request that is in order; else why not.
     pub(super) fn new(request: ClientRequest, legs_max: u32) -> Result<Self, &'static str> {
-        let ClientRequest { prompts, samples, output, .. } = request;
+        let ClientRequest { prompts, samples, output, model, .. } = request;
         if prompts.is_empty() || samples == 0 || output == 0 {
             return Err("no prompt, no sample or no token asked for");
         }
@@ -136,6 +139,7 @@ impl RouterRequest {
         let sample = SampleState { progress: SampleProgress::Waiting, dispatched: 0 };
         let work = |prompt| PromptState {
             prompt,
+            model: model.clone(),
             output,
             samples: vec![sample; samples as usize],
             prefill: None,

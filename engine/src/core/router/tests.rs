@@ -49,7 +49,13 @@ impl RouterBench {
     fn request_of(&mut self, client: u64, prefix: [u64; 2]) {
         let prompts = vec![RoutedPrompt { tokens: 1_100, prefix: prefix.into() }];
         let client = ClientId(client);
-        self.give(RouterInput::Request(ClientRequest { client, prompts, samples: 1, output: 9 }));
+        self.give(RouterInput::Request(ClientRequest {
+            client,
+            prompts,
+            samples: 1,
+            output: 9,
+            model: None,
+        }));
     }
 }
 

@@ -1,15 +1,17 @@
 //! What the router tells about itself.
 
+use super::io::Dialects;
 use super::load::ServerLoad;
 use super::registry::RegisteredInstance;
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::ids::{EngineId, Incarnation};
-use crate::core::message::{Mode, Role};
+use crate::core::message::{Mode, Role, ServedModels};
 use crate::core::time::Nanos;
 use crate::fabric::Endpoint;
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// Whether an instance gets new legs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -40,8 +42,8 @@ pub struct InstanceView<'a> {
     pub http: &'a Endpoint,
     /// Where MoRIIO peers find it, if it speaks MoRIIO.
     pub zmq: Option<&'a ZmqAddress>,
-    /// True if it speaks the native dialect.
-    pub native: bool,
+    /// How it is spoken to.
+    pub dialects: Dialects,
     pub dp_rank: u16,
     /// Number of DP ranks.
     pub dp_size: u16,
@@ -58,6 +60,8 @@ pub struct InstanceView<'a> {
     pub busy: bool,
     /// Whether it gets new legs.
     pub state: InstanceState,
+    /// The models that it serves, as far as known.
+    pub models: Option<&'a Arc<ServedModels>>,
 }
 
 impl<'a> InstanceView<'a> {
@@ -85,7 +89,7 @@ impl<'a> InstanceView<'a> {
             mode: registration.mode,
             http: &registration.http,
             zmq: instance.zmq.as_ref(),
-            native: instance.native,
+            dialects: instance.dialects(),
             dp_rank: registration.dp_rank,
             dp_size: registration.dp_size,
             tp: registration.tp,
@@ -95,6 +99,7 @@ impl<'a> InstanceView<'a> {
             load: instance.load(now).map(|load| (load.said, now - load.at)),
             busy: instance.is_busy(now),
             state,
+            models: instance.models(),
         }
     }
 }
@@ -116,7 +121,7 @@ pub struct RouterCounters {
     pub suspicions: u64,
     pub legs: u64,
     pub cancelled: u64,
-    /// Decode legs that should read by MoRIIO and were sent without anything to read, because the
+    /// Decode legs that should read by MoRIIO, or are of static instances, and were sent without anything to read, because the
     /// prefill's answer has nothing.
     pub unread: u64,
     /// Samples sent again.
@@ -125,6 +130,8 @@ pub struct RouterCounters {
     pub refused_retries: u64,
     /// Requests that were refused because too many were open or waited.
     pub shed: u64,
+    /// Requests for a model that no instance serves.
+    pub unknown_models: u64,
     /// Prompts that were sent to a decode alone.
     pub direct: u64,
     /// News of legs that were unknown or had ended.

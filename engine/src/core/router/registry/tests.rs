@@ -17,6 +17,7 @@ pub(in crate::core::router) fn registration(engine: &str, incarnation: u64) -> R
         draining: false,
         fit: None,
         troubles: Vec::new(),
+        models: None,
     }
 }
 

@@ -2,6 +2,8 @@
 
 use crate::core::ids::TP_MAX;
 use crate::core::message::Registration;
+use crate::core::router::discovery::STATIC;
+use crate::core::router::io::Dialects;
 use crate::core::router::rejections::RejectReason;
 
 /// Longest name of an engine or endpoint, in bytes.
@@ -9,9 +11,13 @@ pub(super) const TEXT_MAX: usize = 512;
 
 /// # Errors
 /// What of a registration no instance can be.
-pub(super) fn check(registration: &Registration) -> Result<(), RejectReason> {
-    let Registration { engine, http, control, dp_rank, dp_size, tp, fit, .. } = registration;
+pub(super) fn check(registration: &Registration, dialects: Dialects) -> Result<(), RejectReason> {
+    let Registration { engine, http, control, dp_rank, dp_size, tp, fit, models, .. } =
+        registration;
     if engine.0.is_empty() || engine.0.len() > TEXT_MAX || engine.0.contains(char::is_control) {
+        return Err(RejectReason::Name);
+    }
+    if engine.0.starts_with(STATIC) != dialects.is_static() {
         return Err(RejectReason::Name);
     }
     if !is_endpoint(&http.0) || !is_endpoint(&control.0) {
@@ -25,6 +31,9 @@ pub(super) fn check(registration: &Registration) -> Result<(), RejectReason> {
     }
     if fit.as_ref().is_some_and(|fit| fit.check(fit).is_err()) {
         return Err(RejectReason::Fit);
+    }
+    if models.as_ref().is_some_and(|models| !models.is_well_formed()) {
+        return Err(RejectReason::Models);
     }
     Ok(())
 }

@@ -1,0 +1,188 @@
+//! Requests go to instances that serve their model.
+
+use crate::discovery::{DiscoveryBench, done, native, sent};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::message::{
+    MODEL_NAME_MAX, MODELS_MAX, Mode, Registration, Role, ServedModels,
+};
+use kvferry_engine::core::router::{
+    ClientAnswer, ClientRequest, NAMED_MODELS_MAX, RejectReason, RoutedPrompt, RouterConfig,
+    RouterEffect, RouterInput, StaticInstance,
+};
+use proptest::prelude::*;
+use std::sync::Arc;
+
+fn served(names: &[&str]) -> Option<Arc<ServedModels>> {
+    let names = names.iter().map(|name| (*name).into()).collect();
+    Some(Arc::new(ServedModels { names, adapters: Vec::new() }))
+}
+
+fn register(bench: &mut DiscoveryBench, name: &str, models: Option<Arc<ServedModels>>) {
+    let role = if name.starts_with('p') { Role::Prefill } else { Role::Decode };
+    let told = Registration { dp_rank: 0, dp_size: 1, models, ..native(name, role, Mode::Push) };
+    bench.give(RouterInput::Register(told));
+}
+
+fn ask(bench: &mut DiscoveryBench, model: Option<&str>) -> Vec<RouterEffect> {
+    let client = ClientId(bench.clients);
+    bench.clients += 1;
+    let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }];
+    let model = model.map(Arc::from);
+    bench.give(RouterInput::Request(ClientRequest {
+        client,
+        prompts,
+        samples: 1,
+        output: 4,
+        model,
+    }))
+}
+
+/// The models that a client is told who asked for another one.
+fn told(effects: &[RouterEffect]) -> Vec<String> {
+    let [RouterEffect::Answer { answer: ClientAnswer::NoModel(served), .. }] = effects else {
+        panic!("{effects:?}")
+    };
+    served.iter().map(ToString::to_string).collect()
+}
+
+const MODELS: [&str; 3] = ["a", "b", "c"];
+
+proptest! {
+    /// Whatever instances serve or do not say, no leg goes to one that does not serve the model, and
+    /// a request for what nobody serves is told so.
+    #[test]
+    fn no_leg_goes_to_who_does_not_serve_the_model(
+        fleet in prop::collection::vec((any::<bool>(), prop::option::of(1u8..8)), 1..8),
+        asked in prop::collection::vec(prop::option::of(0usize..4), 1..20),
+        fails in prop::collection::vec(any::<bool>(), 1..40),
+    ) {
+        let config = RouterConfig { retry_pause: Nanos::ZERO, ..RouterConfig::default() };
+        let mut bench = DiscoveryBench::new(config);
+        let name = |at: usize, prefills: bool| format!("{}{at}", if prefills { 'p' } else { 'd' });
+        let serves = |bits: Option<u8>, model: Option<usize>| match (bits, model) {
+            (Some(bits), Some(model)) => bits >> model & 1 == 1,
+            _ => true,
+        };
+        for (at, (prefills, bits)) in fleet.iter().enumerate() {
+            let models = bits.map(|bits| {
+                let own: Vec<_> =
+                    (0..3).filter(|it| bits >> it & 1 == 1).map(|it| MODELS[it]).collect();
+                served(&own).expect("some")
+            });
+            register(&mut bench, &name(at, *prefills), models);
+        }
+        let mut fails = fails.iter().cycle();
+        for model in asked {
+            let effects = ask(&mut bench, model.map(|it| *MODELS.get(it).unwrap_or(&"none")));
+            if !fleet.iter().any(|(_, bits)| serves(*bits, model)) {
+                prop_assert!(!told(&effects).is_empty());
+                continue;
+            }
+            let mut legs = sent(effects);
+            while let Some(leg) = legs.pop() {
+                let at: usize = leg.engine[1..].parse().expect("its number");
+                prop_assert!(serves(fleet[at].1, model), "{model:?} at {}", leg.engine);
+                let event = match fails.next() {
+                    Some(true) => kvferry_engine::core::router::LegEvent::Failed(
+                        kvferry_engine::core::router::LegFailure::Answer(500),
+                    ),
+                    _ => done(),
+                };
+                legs.extend(sent(bench.leg(leg.leg, event)));
+            }
+        }
+    }
+}
+
+#[test]
+fn models_that_are_served_are_named_a_bounded_number_of_them() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    let many: Vec<String> = (0..MODELS_MAX).map(|n| format!("m{n:03}")).collect();
+    let many: Vec<&str> = many.iter().map(String::as_str).collect();
+    register(&mut bench, "p0", served(&many));
+    register(&mut bench, "d0", served(&["m000", "b"]));
+    let named = told(&ask(&mut bench, Some("other")));
+    assert_eq!((named.len(), &*named[0], &*named[1]), (NAMED_MODELS_MAX, "b", "m000"));
+    assert_eq!(bench.router.counters().unknown_models, 1);
+    assert_eq!(sent(ask(&mut bench, Some("m000"))).len(), 2);
+    assert_eq!(sent(ask(&mut bench, None)).len(), 2);
+    // One of the two does not serve it: it waits for a pair.
+    assert!(ask(&mut bench, Some("m001")).is_empty());
+    register(&mut bench, "d1", None);
+    assert!(sent(bench.give(RouterInput::Tick)).is_empty(), "it was sent when the decode came");
+}
+
+#[test]
+fn who_waits_is_told_when_nobody_serves_its_model_any_more() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    register(&mut bench, "p0", None);
+    assert!(ask(&mut bench, Some("a")).is_empty());
+    let told_now = Registration {
+        sequence: 2,
+        models: served(&["b"]),
+        dp_rank: 0,
+        dp_size: 1,
+        ..native("p0", Role::Prefill, Mode::Push)
+    };
+    bench.now = RouterConfig::default().wait_max - Nanos(1);
+    bench.give(RouterInput::Register(told_now));
+    bench.now = bench.now + Nanos(1);
+    assert_eq!(told(&bench.give(RouterInput::Tick)), ["b"]);
+}
+
+#[test]
+fn names_that_cannot_be_are_refused() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    let long = "m".repeat(MODEL_NAME_MAX + 1);
+    let many = vec!["m"; MODELS_MAX + 1];
+    for bad in [&[][..], &[""], &["a\n"], &[&long], &many] {
+        register(&mut bench, "p0", served(bad));
+        assert_eq!(bench.router.rejections().last().expect("one").reason, RejectReason::Models);
+    }
+    assert!(bench.engines().is_empty());
+}
+
+#[test]
+fn models_are_asked_for_where_the_registration_has_none() {
+    let period = Nanos::from_secs(30);
+    let config = RouterConfig {
+        probe: Some(Nanos::from_ms(500)),
+        models_period: Some(period),
+        ..RouterConfig::default()
+    };
+    let mut bench = DiscoveryBench::new(config);
+    let named = StaticInstance { role: Role::Prefill, http: "p:1".into() };
+    let named = move || RouterInput::Static([named.clone()].into());
+    let wants = |effects: Vec<RouterEffect>| match &effects[..] {
+        [RouterEffect::Probe { probe, is_unproven, wants_models, .. }] => {
+            assert!(wants_models);
+            (*probe, *is_unproven)
+        }
+        effects => panic!("{effects:?}"),
+    };
+    let (probe, is_unproven) = wants(bench.give(named()));
+    assert!(is_unproven);
+    let models = |bench: &DiscoveryBench| {
+        let view = bench.router.instances(bench.now).next().expect("one");
+        view.models.map(|it| it.names.len())
+    };
+    bench.give(RouterInput::Probed { probe, answers: true, models: served(&["a", "b"]) });
+    assert_eq!(models(&bench), Some(2));
+    // What it does not list again, or lists by what is no name, it is believed to serve still.
+    for (listed, known) in [(None, 2), (served(&["a\n"]), 2), (served(&["a"]), 1)] {
+        let asked = bench.now;
+        while bench.now < asked + period {
+            bench.now = bench.now + Nanos::from_secs(5);
+            let effects = bench.give(named());
+            if bench.now < asked + period {
+                assert!(effects.is_empty(), "{effects:?}");
+                continue;
+            }
+            let (probe, is_unproven) = wants(effects);
+            assert!(!is_unproven);
+            bench.give(RouterInput::Probed { probe, answers: true, models: listed.clone() });
+        }
+        assert_eq!(models(&bench), Some(known));
+    }
+}

@@ -292,9 +292,11 @@ fn configuration(config: Result<SidecarConfig, String>) -> Check {
     };
     let fabric = &config.operator.fabric;
     let paths = Paths(fabric.paths.clone()).names();
-    let (copiers, spin_us, slower) = (fabric.copiers, fabric.spin_us, fabric.slower);
-    let found =
-        format!("{file}: copiers {copiers}, spin_us {spin_us}, slower {slower}, paths {paths}");
+    let (copiers, streams, spin_us) = (fabric.copiers, fabric.streams, fabric.spin_us);
+    let slower = fabric.slower;
+    let found = format!(
+        "{file}: copiers {copiers}, streams {streams}, spin_us {spin_us}, slower {slower}, paths {paths}"
+    );
     let (strangers, ignored) = (&config.strangers, &config.ignored);
     if !strangers.is_empty() {
         let names = strangers.join(", ");

@@ -31,7 +31,7 @@ const AFTER: &str = "Every option but --config is also a key of the configuratio
     is log_level), and all are variables of the environment (KVFERRY_HOST_LOG_LEVEL). Options win \
     over the environment, which wins over the file.";
 
-const KEYS: [&str; 22] = [
+const KEYS: [&str; 23] = [
     "socket",
     "metrics",
     "secret_file",
@@ -40,6 +40,7 @@ const KEYS: [&str; 22] = [
     "log_format",
     "log_level",
     "copiers",
+    "streams",
     "spin_us",
     "paths",
     "slower",
@@ -99,6 +100,9 @@ pub(crate) struct ConfigLayer {
     /// Threads that share one long copy by cross-memory attach, 1 to 256; 2 by default
     #[arg(long, value_name = "N", value_parser = copiers)]
     copiers: Option<u32>,
+    /// Connections by TCP to each peer, which share long transfers, 1 to 64; 2 by default
+    #[arg(long, value_name = "N", value_parser = streams)]
+    streams: Option<u32>,
     /// Microseconds for which a thread looks for work before it sleeps; 50 by default
     #[arg(long, value_name = "N", value_parser = spin_us)]
     spin_us: Option<u32>,
@@ -221,6 +225,12 @@ fn copiers(text: &str) -> Result<u32, String> {
     Ok(copiers)
 }
 
+fn streams(text: &str) -> Result<u32, String> {
+    let streams = number("streams", text)?;
+    HostConfig { streams, ..HostConfig::default() }.check()?;
+    Ok(streams)
+}
+
 fn spin_us(text: &str) -> Result<u32, String> {
     number("spin_us", text)
 }
@@ -290,6 +300,7 @@ impl ConfigLayer {
             "log_format" => self.log_format = Some(log_format(text)?),
             "log_level" => self.log_level = Some(log_level(text)?),
             "copiers" => self.copiers = Some(copiers(text)?),
+            "streams" => self.streams = Some(streams(text)?),
             "spin_us" => self.spin_us = Some(spin_us(text)?),
             "paths" => self.paths = Some(paths(text)?),
             "slower" => self.slower = Some(slower(text)?),
@@ -313,6 +324,7 @@ impl ConfigLayer {
             log_format: self.log_format.or(other.log_format),
             log_level: self.log_level.or(other.log_level),
             copiers: self.copiers.or(other.copiers),
+            streams: self.streams.or(other.streams),
             spin_us: self.spin_us.or(other.spin_us),
             paths: self.paths.or(other.paths),
             slower: self.slower.or(other.slower),
@@ -457,6 +469,7 @@ impl HostArgs {
             operator: OperatorConfig {
                 fabric: HostConfig {
                     copiers: given.copiers.unwrap_or(default.copiers),
+                    streams: given.streams.unwrap_or(default.streams),
                     spin_us: given.spin_us.unwrap_or(default.spin_us),
                     paths: given.paths.map_or(default.paths, |Paths(paths)| paths),
                     slower: given.slower.unwrap_or(default.slower),

@@ -42,7 +42,7 @@ impl Drop for TempFile {
 }
 
 /// Of each key: the default, and what a file, the environment and a flag say.
-const SAID: [(&str, &str, [&str; 3]); 22] = [
+const SAID: [(&str, &str, [&str; 3]); 23] = [
     ("socket", "", ["/run/file", "/run/env", "/run/flag"]),
     ("metrics", "", ["h:1", "h:2", "h:3"]),
     ("secret_file", "", ["/run/file", "/run/env", "/run/flag"]),
@@ -51,6 +51,7 @@ const SAID: [(&str, &str, [&str; 3]); 22] = [
     ("log_format", "text", ["json", "text", "json"]),
     ("log_level", "info", ["error", "debug", "trace"]),
     ("copiers", "2", ["3", "4", "5"]),
+    ("streams", "2", ["1", "4", "8"]),
     ("spin_us", "50", ["0", "7", "8"]),
     ("paths", "shared-memory,cross-memory,tcp", ["tcp", "cross-memory,tcp", "shared-memory"]),
     ("slower", "false", ["true", "false", "true"]),
@@ -100,6 +101,7 @@ fn value(config: &SidecarConfig, key: &str) -> String {
             .map_or(String::new(), |path| path.display().to_string()),
         "insecure_network" => fabric.trust.insecure_network.to_string(),
         "copiers" => fabric.copiers.to_string(),
+        "streams" => fabric.streams.to_string(),
         "spin_us" => fabric.spin_us.to_string(),
         "paths" => fabric.paths.iter().map(|path| path.name()).collect::<Vec<_>>().join(","),
         "slower" => fabric.slower.to_string(),

@@ -342,7 +342,8 @@ fn endpoint(url: &str, is_tls: bool) -> Result<Endpoint, String> {
     if authority.as_str().contains('@') {
         return Err(format!("it names a user: {form}"));
     }
-    let told = authority.port().is_some();
+    // A port above 65535 is none to it.
+    let told = authority.as_str().len() > authority.host().len();
     let port = authority.port_u16().or(default.filter(|_| !told)).filter(|port| *port > 0);
     let port = port.ok_or_else(|| format!("no port: {form}"))?;
     Ok(Endpoint::from(&*format!("{}:{port}", authority.host())))

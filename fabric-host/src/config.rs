@@ -76,10 +76,6 @@ pub struct HostConfig {
     pub advertised: Option<String>,
     /// Threads that copy, at least as many as `streams`. Each connection belongs to one of them.
     pub workers: u32,
-    /// Connections by TCP to each peer, which share its longer operations.
-    // Said only if it was set, as what is below.
-    #[serde(skip_serializing_if = "is_default_streams")]
-    pub streams: u32,
     /// Threads that share one long copy by cross-memory attach, who it belongs to among them.
     pub copiers: u32,
     /// Most operations in flight.
@@ -111,6 +107,10 @@ pub struct HostConfig {
     // Said only if it was set, for the same reason.
     #[serde(skip_serializing_if = "PeerTrust::is_default")]
     pub trust: PeerTrust,
+    /// Connections by TCP to each peer, which share its longer operations.
+    // Here and not among its kin: settings were said as a list once, and the older are read so.
+    #[serde(skip_serializing_if = "is_default_streams")]
+    pub streams: u32,
 }
 
 /// One makes a thread of each side the limit; on two cores, which is what this was measured on, four
@@ -133,7 +133,7 @@ impl Default for HostConfig {
             copiers: 2,
             operations_max: 4_096,
             slices_max: 65_536,
-            links_max: 2_048,
+            links_max: 1_024,
             connect_ms: 2_000,
             open_ms: 5_000,
             dead_ms: 5_000,

@@ -22,7 +22,13 @@ class Router(Process):
     """Listens at ports of its own choice, which it tells in its first line, or at those of another one.
     It sends again what failed, for longer than a host takes to be replaced on a busy machine."""
 
-    def __init__(self, log: Path, before: "Router | None" = None, env: dict[str, str] | None = None):
+    def __init__(
+        self,
+        log: Path,
+        before: "Router | None" = None,
+        env: dict[str, str] | None = None,
+        args: tuple[str, ...] = (),
+    ):
         """`env` is what it is told beside its arguments: the fleet's secret, which its legs are sealed
         with."""
         self.told = before.told if before else env or {}
@@ -31,7 +37,7 @@ class Router(Process):
         command = [os.environ[BINARY], "router", "--json", "--retries", str(RETRIES)]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
-        command += ["--admin-addr", "127.0.0.1:0"]
+        command += ["--admin-addr", "127.0.0.1:0", *args]
         super().__init__("router", command, os.environ | self.told, log, stdout=subprocess.PIPE)
         try:
             line = self._first_line()

@@ -11,6 +11,7 @@ from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from legs import of, params, router_id
 from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
+from router import Router
 from vllm_router import VllmRouter
 
 LENGTHS = [1, 33, 257, 2500]
@@ -149,6 +150,22 @@ def test_an_answer_that_is_carried_to_the_decode_is_enough(own, reference, carri
     answer = own.decode.complete(request(ids) | {"kv_transfer_params": params}, headers=id)
     assert tokens(answer) == reference(ids)
     assert_one_more_was_native(own, before)
+
+
+def test_behind_our_router_that_was_named_the_servers(own, reference, tmp_path):
+    named = tuple(f"--{role}=http://127.0.0.1:{getattr(own, role).port}" for role in ROLES)
+    router = Router(tmp_path / "router.log", args=named)
+    try:
+        router.wait_for("the pair that it was named")
+        ids, before = prompt(700, f"named {own.mode}"), spoken(own)
+        assert tokens(router.complete(request(ids))) == reference(ids)
+        assert_one_more_was_native(own, before)
+        # It has read which models they serve.
+        with pytest.raises(Refused) as refused:
+            router.complete(request(ids) | {"model": "another"})
+        assert "model_not_found" in str(refused.value)
+    finally:
+        router.stop()
 
 
 def llmd_write(own, transfer: str) -> dict:

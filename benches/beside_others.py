@@ -206,7 +206,7 @@ def ours(bench: str, row: str) -> dict[str, float]:
     command = [bench, row, *(["tcp"] if BY_TCP else []), "--bench"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     part = re.search(rf"^{row} \([^)]*\), 1 at a time.*?(?=^\S|\Z)", text, re.S | re.M).group()
-    ways = "shared memory|cross-memory|shared, read|cross, read|tcp|raw tcp, 2|raw tcp, 4|raw tcp"
+    ways = "shared memory|cross-memory|shared, read|cross, read|bare readv|readv, told|tcp|raw tcp, 2|raw tcp, 4|raw tcp"
     found = re.findall(rf"^  ({ways}) +([\d.]+) GB/s", part, re.M)
     return {name: float(rate) for name, rate in found}
 

@@ -15,6 +15,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 const OURS: &str = "0123456789abcdef0123456789abcdef";
 const THEIRS: &str = "fedcba9876543210fedcba9876543210";
@@ -201,8 +202,6 @@ const KEY: &str = "kvferry";
 
 /// Somebody who forwards what two planes say to each other; all of it, both ways in one.
 fn overhear(listener: &TcpListener, to: u16) -> Vec<u8> {
-    let (near, _) = listener.accept().expect("it is dialled");
-    let far = TcpStream::connect(("127.0.0.1", to)).expect("a plane listens");
     let forward = |mut from: &TcpStream, mut to: &TcpStream| {
         let (mut heard, mut bytes) = (Vec::new(), [0; 4_096]);
         while let Ok(count @ 1..) = from.read(&mut bytes) {
@@ -216,10 +215,16 @@ fn overhear(listener: &TcpListener, to: u16) -> Vec<u8> {
         heard
     };
     std::thread::scope(|scope| {
-        let answers = scope.spawn(|| forward(&far, &near));
-        let mut heard = forward(&near, &far);
-        heard.extend(answers.join().expect("it forwards"));
-        heard
+        let mut ways = Vec::new();
+        for _ in 0..HostConfig::default().streams {
+            let (near, _) = listener.accept().expect("it is dialled");
+            let near = Arc::new(near);
+            let far = Arc::new(TcpStream::connect(("127.0.0.1", to)).expect("a plane listens"));
+            for (from, to) in [(near.clone(), far.clone()), (far, near)] {
+                ways.push(scope.spawn(move || forward(&from, &to)));
+            }
+        }
+        ways.into_iter().flat_map(|way| way.join().expect("it forwards")).collect()
     })
 }
 

@@ -121,8 +121,8 @@ pub struct RouterCounters {
     pub suspicions: u64,
     pub legs: u64,
     pub cancelled: u64,
-    /// Decode legs that should read by MoRIIO, or are of static instances, and were sent without anything to read, because the
-    /// prefill's answer has nothing.
+    /// Decode legs that should read by MoRIIO, or are of static instances, and were sent without
+    /// anything to read, because the prefill's answer has nothing.
     pub unread: u64,
     /// Samples sent again.
     pub retries: u64,

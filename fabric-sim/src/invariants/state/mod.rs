@@ -129,6 +129,12 @@ impl InvariantState {
         self.place(instance).is_some_and(|place| place.frozen)
     }
 
+    /// True for an instance that has a fault of its own to the end: it tries again and again, and is
+    /// never at rest.
+    pub(crate) fn has_lasting_fault(&self, instance: u16) -> bool {
+        self.broken.contains(&(instance, None))
+    }
+
     /// What a machine said of itself last.
     pub(crate) fn gauges(&self, who: SimProcessId, part: InstanceMachine) -> Gauges {
         self.gauges.get(&(who, part)).copied().unwrap_or_default()

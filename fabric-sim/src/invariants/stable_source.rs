@@ -4,9 +4,11 @@ use super::{CheckContext, Invariant, usable};
 use crate::abilities::LOCAL;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::dialect::native::Frame;
-use kvferry_engine::core::ids::{Attempt, RequestId, TransferKey};
+use kvferry_engine::core::ids::{Attempt, FlowId, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
-use kvferry_engine::core::message::{AttemptTag, DecodeAnswer, DecodeHook, Message, Mode};
+use kvferry_engine::core::message::{
+    AttemptTag, DecodeAnswer, DecodeHook, FlowState, Message, Mode, TransferJob, TransferReport,
+};
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::FaultKind;
@@ -30,16 +32,21 @@ struct PullLease {
     attempt: Option<Attempt>,
     /// Who promised to keep which blocks.
     granted: Option<(SimProcessId, Vec<BlockRef>)>,
+    /// What reads, and when its core was told of the newest rank that has read.
+    flow: Option<FlowId>,
+    read: Option<Nanos>,
 }
 
 /// A push keeps its source until it is quiet. A pull may lose it at the end of its lease, but then
-/// what it read must not be used, lost or not; before that end it loses nothing while its reader
-/// lives, however silent that is.
+/// what it reads must not be used, lost or not; what was read before may be, after a look at it.
+/// Before that end it loses nothing while its reader lives, however silent that is.
 #[derive(Debug, Default)]
 pub(super) struct StableSource {
     usable: Vec<Nanos>,
     pulls: BTreeMap<(SimProcessId, RequestId), PullLease>,
     keys: BTreeMap<(SimProcessId, TransferKey, u32), RequestId>,
+    /// What reads for which request.
+    flows: BTreeMap<(SimProcessId, FlowId), RequestId>,
     /// Blocks that some pull was promised, by who promised them, and how often.
     promised: BTreeMap<(SimProcessId, BlockRef), u32>,
     /// Instances that were paused at some time.
@@ -72,9 +79,18 @@ impl StableSource {
                 self.keys.entry((who, key.0.clone(), key.1)).or_insert_with(|| request.clone());
                 let (told, renewed) = (now.at + LOCAL, Nanos::ZERO);
                 let (usable, renewal) = (Nanos::ZERO, (0, now.at));
-                let (sent, attempt, granted) = (None, None, None);
-                let pull =
-                    PullLease { key, told, sent, usable, renewed, renewal, attempt, granted };
+                let pull = PullLease {
+                    key,
+                    told,
+                    sent: None,
+                    usable,
+                    renewed,
+                    renewal,
+                    attempt: None,
+                    granted: None,
+                    flow: None,
+                    read: None,
+                };
                 if let Some(before) = self.pulls.insert((who, request.clone()), pull) {
                     drop_promises(&mut self.promised, &before);
                 }
@@ -95,6 +111,9 @@ impl StableSource {
         if self.keys.get(&key) == Some(request) {
             self.keys.remove(&key);
         }
+        if let Some(flow) = pull.flow {
+            self.flows.remove(&(who, flow));
+        }
         Some(pull)
     }
 
@@ -108,6 +127,7 @@ impl StableSource {
             stays
         });
         self.keys.retain(|key, _| key.0 != who);
+        self.flows.retain(|key, _| key.0 != who);
     }
 
     fn pull_of(&mut self, who: SimProcessId, tag: &AttemptTag) -> Option<&mut PullLease> {
@@ -201,14 +221,23 @@ impl StableSource {
         }
     }
 
-    /// A reader needs the source no more: what it read in time it may use, after a look at it.
+    /// All that a rank had to read is there.
+    fn read(&mut self, now: Nanos, who: SimProcessId, flow: FlowId) {
+        if let Some(request) = self.flows.get(&(who, flow))
+            && let Some(pull) = self.pulls.get_mut(&(who, request.clone()))
+        {
+            pull.read = Some(now + LOCAL);
+        }
+    }
+
+    /// A reader needs the source no more.
     fn released(&mut self, now: Nanos, who: SimProcessId, tag: &AttemptTag) {
         let key = (who, tag.key.clone(), tag.sibling);
         let Some(request) = self.keys.get(&key).cloned() else { return };
         let Some(mut pull) = self.pulls.remove(&(who, request.clone())) else { return };
         if pull.attempt == Some(tag.attempt) && now < self.end(who, &pull) {
             drop_promises(&mut self.promised, &pull);
-            (pull.granted, pull.renewed) = (None, Nanos::MAX);
+            pull.granted = None;
         }
         self.pulls.insert((who, request), pull);
     }
@@ -220,9 +249,12 @@ impl StableSource {
             // All of it was cached, nothing is used of the source.
             return;
         }
-        let end = pull.map(|pull| self.end(who, &pull));
+        let late = |pull: PullLease| {
+            let end = self.end(who, &pull);
+            (now.at.min(pull.read.unwrap_or(Nanos::MAX)) >= end).then_some(end)
+        };
         let name = || now.name(who.instance);
-        if let Some(end) = end.filter(|end| now.at >= *end) {
+        if let Some(end) = pull.and_then(late) {
             let (name, end) = (name(), end.as_secs_f64());
             return now.report(|| {
                 format!("{name} uses request {request}, the lease of which ended at {end:.6} s")
@@ -242,7 +274,18 @@ impl StableSource {
 impl Invariant for StableSource {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Freed, Taken, DecodeHook, DecodeAnswer, FrameSent, FrameArrived, Crashed, Faulted]
+        &[
+            Freed,
+            Taken,
+            DecodeHook,
+            DecodeAnswer,
+            Job,
+            Report,
+            FrameSent,
+            FrameArrived,
+            Crashed,
+            Faulted,
+        ]
     }
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
@@ -280,6 +323,16 @@ impl Invariant for StableSource {
                     self.forget(*who, request);
                 }
             },
+            Observation::Job { who, job: TransferJob::Read { flow, request, .. } } => {
+                if let Some(pull) = self.pulls.get_mut(&(*who, request.clone())) {
+                    pull.flow = Some(*flow);
+                    self.flows.insert((*who, *flow), request.clone());
+                }
+            }
+            Observation::Report {
+                from,
+                report: TransferReport::Flow { flow, state: FlowState::Done { .. } },
+            } => self.read(now.at, from.who, *flow),
             Observation::FrameSent {
                 from,
                 to,
@@ -318,10 +371,12 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, decode_leg, done, failed, request, tag,
+        D0, InvariantBench, InvariantId, P0, decode_leg, done, failed, rank, request, tag,
     };
+    use kvferry_engine::core::ids::ConnectionId;
     use kvferry_engine::core::message::DecodeLeg;
     use kvferry_engine::fabric::{Direction, Landed, QuiesceTicket, SessionId};
+    use std::sync::Arc;
 
     fn bench() -> InvariantBench {
         let mut bench = InvariantBench::new(InvariantId::StableSource);
@@ -430,6 +485,27 @@ mod tests {
         for (at, held) in [(end - Nanos(1), true), (end, false)] {
             let mut bench = pulling();
             bench.now = at - Nanos(1);
+            bench.loaded(D0, "r");
+            bench.judges(held, "the lease of which ended at 27.0");
+        }
+    }
+
+    #[test]
+    fn what_was_read_before_the_end_of_the_lease_is_used_after_a_look_at_it() {
+        let end = Nanos::from_secs(27) + Nanos(1);
+        for (read, held) in [(end - Nanos(1), true), (end, false)] {
+            let mut bench = pulling();
+            let (flow, blocks) = (FlowId(3), Arc::new(Vec::new()));
+            let (peer, remote, local) = (ConnectionId(0), blocks.clone(), blocks);
+            let request = request("r");
+            let job = &TransferJob::Read { flow, request, peer, from: 0, tokens: 16, remote, local };
+            bench.see(Observation::Job { who: D0, job });
+            let report = &TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } };
+            for at in [Nanos::from_secs(1), read] {
+                bench.now = at - Nanos(1);
+                bench.see(Observation::Report { from: rank(D0), report });
+            }
+            bench.now = Nanos::from_secs(28);
             bench.loaded(D0, "r");
             bench.judges(held, "the lease of which ended at 27.0");
         }

@@ -94,8 +94,9 @@ def test_a_host_that_ends_costs_the_other_role_nothing(model, tmp_path):
     pair.prefill.end()
     pair.assert_handed_over()
     assert pair.prefill.link is prefill
-    # And it comes back.
-    pair.prefill.until(pair.prefill.is_served)
+    # And it comes back, once its end was seen.
+    served = pair.prefill.is_served
+    pair.prefill.until(lambda: served() and pair.prefill.scheduler.schedulers[1].line.link is not decode)
     turned = other_way(pair)
     turned.arrive("t")
     turned.begin("t", TOKENS // 2)

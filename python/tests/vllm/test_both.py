@@ -84,26 +84,33 @@ def done(engine, told: list[dict]) -> int:
     return sum(data["outcomes"].get("done", 0) for data in told)
 
 
+def kill_host(engine, half: int):
+    """That of one role. The answer tells whether there is another one: a link may not know yet that it has ended."""
+    line = engine.scheduler.schedulers[half].line
+    link = line.link
+    os.kill(HostProcess(link.fileno()).pid, signal.SIGKILL)
+    return lambda: engine.is_served() and line.link is not link
+
+
 def test_a_host_that_ends_costs_the_other_role_nothing(model, tmp_path):
     pair = Pair(model, tmp_path, roles=("kv_both", "kv_both"))
-    prefill, decode = [half.line.link for half in pair.prefill.scheduler.schedulers]
-    os.kill(HostProcess(decode.fileno()).pid, signal.SIGKILL)
+    prefill = pair.prefill.link
+    has_another = kill_host(pair.prefill, 1)
     pair.arrive("r")
     pair.begin("r")
     compute(pair.prefill, LAYERS)
     pair.prefill.end()
     pair.assert_handed_over()
     assert pair.prefill.link is prefill
-    # And it comes back, once its end was seen.
-    served = pair.prefill.is_served
-    pair.prefill.until(lambda: served() and pair.prefill.scheduler.schedulers[1].line.link is not decode)
+    # And it comes back.
+    pair.prefill.until(has_another)
     turned = other_way(pair)
     turned.arrive("t")
     turned.begin("t", TOKENS // 2)
-    os.kill(HostProcess(turned.decode.scheduler.schedulers[1].line.link.fileno()).pid, signal.SIGKILL)
+    has_another = kill_host(turned.decode, 1)
     assert not turned.decode.outcome("t")
     turned.prefill.end()
-    turned.decode.until(turned.decode.is_served)
+    turned.decode.until(has_another)
     turned.arrive("s")
     turned.begin("s")
     compute(turned.prefill, LAYERS)

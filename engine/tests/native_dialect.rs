@@ -145,20 +145,19 @@ fn registration() -> impl Strategy<Value = Registration> {
     let numbers = (any::<u64>(), any::<u64>(), any::<[u16; 3]>(), any::<bool>());
     (text(), text(), text(), role(), numbers).prop_map(
         |(engine, http, control, role, (incarnation, sequence, ranks, draining))| Registration {
-            engine: EngineId(engine),
-            incarnation: Incarnation(incarnation),
             sequence,
-            role,
-            mode: Mode::Push,
-            http: Endpoint(http),
-            control: Endpoint(control),
             dp_rank: ranks[0],
             dp_size: ranks[1],
             tp: ranks[2],
             draining,
-            fit: None,
-            troubles: Vec::new(),
-            models: None,
+            ..Registration::new(
+                EngineId(engine),
+                Incarnation(incarnation),
+                role,
+                Mode::Push,
+                Endpoint(http),
+                Endpoint(control),
+            )
         },
     )
 }

@@ -206,20 +206,19 @@ fn frames(version: u16) -> Vec<Frame> {
     let envelope =
         ConnectionHeader { version, from: Incarnation(1 << 50), to: Incarnation(2), session: 300 };
     let registration = Registration {
-        engine: "engine".into(),
-        incarnation: Incarnation(5),
         sequence: 260,
-        role: Role::Prefill,
-        mode: Mode::Pull,
-        http: "10.0.0.1:8000".into(),
-        control: "tcp://10.0.0.1:6301".into(),
         dp_rank: 1,
         dp_size: 2,
         tp: 8,
         draining: true,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(
+            "engine".into(),
+            Incarnation(5),
+            Role::Prefill,
+            Mode::Pull,
+            "10.0.0.1:8000".into(),
+            "tcp://10.0.0.1:6301".into(),
+        )
     };
     let mut frames = vec![
         Frame::Hello(hello()),

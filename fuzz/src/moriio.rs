@@ -96,20 +96,18 @@ fn registration(parts: &[&[u8]]) {
     assert_eq!(again.check().as_ref(), Ok(&heartbeat));
     let incarnation = Incarnation(heard.dp_size << 32 | heard.tp_size);
     let native = Registration {
-        engine: "e".into(),
-        incarnation,
         sequence: heard.tp_size,
-        role: heard.role,
-        mode: heard.mode,
-        http: heartbeat.http().clone(),
-        control: "tcp://10.0.0.1:1".into(),
-        dp_rank: 0,
         dp_size: heartbeat.dp_size().get(),
         tp: heartbeat.tp_size().get(),
         draining: heard.dp_size % 2 == 1,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(
+            "e".into(),
+            incarnation,
+            heard.role,
+            heard.mode,
+            heartbeat.http().clone(),
+            "tcp://10.0.0.1:1".into(),
+        )
     };
     let again = UncheckedRegistration::decode(&[heartbeat.encode_with(&native)]).expect("likewise");
     assert_eq!(again.check(), Ok(heartbeat));

@@ -51,20 +51,16 @@ fn carry(instance: &mut SignedTestSide, router: &mut SignedTestSide) -> [Vec<Sig
 
 fn registration(sequence: u64, draining: bool) -> Registration {
     Registration {
-        engine: "10.0.0.1:6301".into(),
-        incarnation: Incarnation(5),
         sequence,
-        role: Role::Prefill,
-        mode: Mode::Push,
-        http: "10.0.0.1:8000".into(),
-        control: "tcp://10.0.0.1:6301".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
         draining,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(
+            "10.0.0.1:6301".into(),
+            Incarnation(5),
+            Role::Prefill,
+            Mode::Push,
+            "10.0.0.1:8000".into(),
+            "tcp://10.0.0.1:6301".into(),
+        )
     }
 }
 

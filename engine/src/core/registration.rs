@@ -42,6 +42,35 @@ pub struct Registration {
     pub models: Option<Arc<ServedModels>>,
 }
 
+impl Registration {
+    /// The first one of an incarnation, of one rank, that says nothing but who it is and where.
+    pub fn new(
+        engine: EngineId,
+        incarnation: Incarnation,
+        role: Role,
+        mode: Mode,
+        http: Endpoint,
+        control: Endpoint,
+    ) -> Registration {
+        Registration {
+            engine,
+            incarnation,
+            sequence: 1,
+            role,
+            mode,
+            http,
+            control,
+            dp_rank: 0,
+            dp_size: 1,
+            tp: 1,
+            draining: false,
+            fit: None,
+            troubles: Vec::new(),
+            models: None,
+        }
+    }
+}
+
 /// Names by which an instance takes requests. May be other ones later: adapters come and go.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ServedModels {

@@ -160,22 +160,9 @@ proptest! {
         let heard = UncheckedRegistration::decode(&[heartbeat.encode()]).unwrap();
         prop_assert_eq!(heard.check(), Ok(heartbeat.clone()));
         // What only our own routers read is in nobody's way.
-        let registration = Registration {
-            engine: "e".into(),
-            incarnation: Incarnation(7),
-            sequence: 1,
-            role: heartbeat.role(),
-            mode: heartbeat.mode(),
-            http: heartbeat.http().clone(),
-            control: "tcp://10.0.0.1:1".into(),
-            dp_rank: 0,
-            dp_size: 1,
-            tp: 1,
-            draining: false,
-            fit: None,
-            troubles: Vec::new(),
-            models: None,
-        };
+        let (role, mode, http) = (heartbeat.role(), heartbeat.mode(), heartbeat.http().clone());
+        let control = "tcp://10.0.0.1:1".into();
+        let registration = Registration::new("e".into(), Incarnation(7), role, mode, http, control);
         let native = UncheckedRegistration::decode(&[heartbeat.encode_with(&registration)]).unwrap();
         prop_assert_eq!(incarnation_of(&native.zmq_address), Some(Incarnation(7)));
         prop_assert_eq!(native.native.as_deref(), Some(&registration));

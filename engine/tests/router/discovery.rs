@@ -108,20 +108,17 @@ fn d(mode: Mode) -> MoriioRegistration {
 
 pub(crate) fn native(name: &str, role: Role, mode: Mode) -> Registration {
     Registration {
-        engine: name.into(),
-        incarnation: Incarnation(5),
-        sequence: 1,
-        role,
-        mode,
-        http: format!("{name}:8000").as_str().into(),
-        control: format!("tcp://{name}:6301").as_str().into(),
         dp_rank: 2,
         dp_size: 8,
         tp: 4,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(
+            name.into(),
+            Incarnation(5),
+            role,
+            mode,
+            format!("{name}:8000").as_str().into(),
+            format!("tcp://{name}:6301").as_str().into(),
+        )
     }
 }
 

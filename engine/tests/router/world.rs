@@ -65,20 +65,16 @@ pub(crate) fn registration(
     mode: Mode,
 ) -> Registration {
     Registration {
-        engine: name.into(),
-        incarnation: Incarnation(incarnation),
         sequence,
-        role: if name.starts_with('p') { Role::Prefill } else { Role::Decode },
-        mode,
-        http: format!("{name}:8000").as_str().into(),
-        control: format!("tcp://{name}:6301").as_str().into(),
-        dp_rank: 0,
-        dp_size: 1,
         tp: 8,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(
+            name.into(),
+            Incarnation(incarnation),
+            if name.starts_with('p') { Role::Prefill } else { Role::Decode },
+            mode,
+            format!("{name}:8000").as_str().into(),
+            format!("tcp://{name}:6301").as_str().into(),
+        )
     }
 }
 

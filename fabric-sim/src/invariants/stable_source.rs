@@ -498,7 +498,8 @@ mod tests {
             let (flow, blocks) = (FlowId(3), Arc::new(Vec::new()));
             let (peer, remote, local) = (ConnectionId(0), blocks.clone(), blocks);
             let request = request("r");
-            let job = &TransferJob::Read { flow, request, peer, from: 0, tokens: 16, remote, local };
+            let job =
+                &TransferJob::Read { flow, request, peer, from: 0, tokens: 16, remote, local };
             bench.see(Observation::Job { who: D0, job });
             let report = &TransferReport::Flow { flow, state: FlowState::Done { bytes: 1 } };
             for at in [Nanos::from_secs(1), read] {

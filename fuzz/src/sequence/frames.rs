@@ -222,22 +222,14 @@ pub(crate) fn samples(version: u16) -> Vec<Frame> {
         Frame::Data { envelope, seq: u64::from(kind), message }
     });
     let hello = hello(Role::Decode, 0, (7, 1), 0);
-    let registration = Registration {
-        engine: OWN.0.into(),
-        incarnation: OWN.1,
-        sequence: 1,
-        role: Role::Decode,
-        mode: Mode::Pull,
-        http: "10.0.0.1:80".into(),
-        control: "tcp://10.0.0.1:6300".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
-    };
+    let registration = Registration::new(
+        OWN.0.into(),
+        OWN.1,
+        Role::Decode,
+        Mode::Pull,
+        "10.0.0.1:80".into(),
+        "tcp://10.0.0.1:6300".into(),
+    );
     let others = [
         Frame::Hello(hello.clone()),
         Frame::Welcome(hello),

@@ -120,20 +120,8 @@ pub(crate) fn registration(
 /// What an instance says that is nothing but what answers at an address.
 pub(crate) fn answering(http: &str, role: Role, mode: Mode, control: &str) -> Registration {
     Registration {
-        engine: http.into(),
-        incarnation: Incarnation(1),
         sequence: 0,
-        role,
-        mode,
-        http: http.into(),
-        control: control.into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(http.into(), Incarnation(1), role, mode, http.into(), control.into())
     }
 }
 

@@ -106,20 +106,15 @@ async fn what_a_registration_says_is_not_asked_for() {
     for (instance, name) in pair.iter().zip(["p0", "d0"]) {
         let models = ServedModels { names: vec!["a".into()], adapters: vec!["lora".into()] };
         let native = Registration {
-            engine: name.into(),
-            incarnation: Incarnation(9),
-            sequence: 1,
-            role: instance.role,
-            mode: Mode::Pull,
-            http: instance.http.as_str().into(),
-            control: "tcp://127.0.0.1:6301".into(),
-            dp_rank: 0,
-            dp_size: 1,
-            tp: 1,
-            draining: false,
-            fit: None,
-            troubles: Vec::new(),
             models: Some(Arc::new(models)),
+            ..Registration::new(
+                name.into(),
+                Incarnation(9),
+                instance.role,
+                Mode::Pull,
+                instance.http.as_str().into(),
+                "tcp://127.0.0.1:6301".into(),
+            )
         };
         let form = HeartbeatFields { native: Some(native), ..HeartbeatFields::of(Mode::Pull) };
         router.register(instance, &form);

@@ -242,20 +242,15 @@ async fn native_pairs_get_their_legs_in_both_forms() {
             (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
         for (backend, name) in [(&p, "p0"), (&d, "d0")] {
             let native = Registration {
-                engine: name.into(),
-                incarnation: Incarnation(9),
-                sequence: 1,
-                role: backend.role,
-                mode,
-                http: backend.http.as_str().into(),
-                control: "tcp://127.0.0.1:6301".into(),
-                dp_rank: 0,
-                dp_size: 1,
                 tp: 2,
-                draining: false,
-                fit: None,
-                troubles: Vec::new(),
-                models: None,
+                ..Registration::new(
+                    name.into(),
+                    Incarnation(9),
+                    backend.role,
+                    mode,
+                    backend.http.as_str().into(),
+                    "tcp://127.0.0.1:6301".into(),
+                )
             };
             router.register(
                 backend,

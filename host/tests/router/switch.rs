@@ -13,22 +13,14 @@ use tokio::time::timeout;
 
 /// What a host says whose port, and so whose name, stays the same.
 fn says(instance: &StubInstance, role: Role, incarnation: u64) -> Vec<Vec<Vec<u8>>> {
-    let registration = Registration {
-        engine: format!("engine-of-{}", instance.http).as_str().into(),
-        incarnation: Incarnation(incarnation),
-        sequence: 1,
+    let registration = Registration::new(
+        format!("engine-of-{}", instance.http).as_str().into(),
+        Incarnation(incarnation),
         role,
-        mode: Mode::Push,
-        http: instance.http.as_str().into(),
-        control: "tcp://127.0.0.1:1".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
-    };
+        Mode::Push,
+        instance.http.as_str().into(),
+        "tcp://127.0.0.1:1".into(),
+    );
     vec![vec![native::encode(&Frame::Register(registration))]]
 }
 

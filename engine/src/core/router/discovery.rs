@@ -43,20 +43,18 @@ impl RegistrationEntry {
             false => format!("tcp://{}:{}", zmq.host, zmq.handshake),
         };
         let registration = Registration {
-            engine: rank_name(beat, dp_rank),
-            incarnation,
             sequence: n,
-            role: beat.role(),
-            mode: beat.mode(),
-            http: beat.http().clone(),
-            control: Endpoint::from(&*control),
             dp_rank,
             dp_size: beat.dp_size().get(),
             tp: beat.tp_size().get(),
-            draining: false,
-            fit: None,
-            troubles: Vec::new(),
-            models: None,
+            ..Registration::new(
+                rank_name(beat, dp_rank),
+                incarnation,
+                beat.role(),
+                beat.mode(),
+                beat.http().clone(),
+                Endpoint::from(&*control),
+            )
         };
         RegistrationEntry { registration, zmq: Some(zmq.clone()), native: false, signed: false }
     }
@@ -65,20 +63,15 @@ impl RegistrationEntry {
     /// register at its place: what those say is more.
     pub(super) fn of_static(named: &StaticInstance, sequence: u64) -> RegistrationEntry {
         let registration = Registration {
-            engine: static_name(named),
-            incarnation: Incarnation(0),
             sequence,
-            role: named.role,
-            mode: Mode::Pull,
-            http: named.http.clone(),
-            control: named.http.clone(),
-            dp_rank: 0,
-            dp_size: 1,
-            tp: 1,
-            draining: false,
-            fit: None,
-            troubles: Vec::new(),
-            models: None,
+            ..Registration::new(
+                static_name(named),
+                Incarnation(0),
+                named.role,
+                Mode::Pull,
+                named.http.clone(),
+                named.http.clone(),
+            )
         };
         RegistrationEntry { registration, zmq: None, native: false, signed: false }
     }

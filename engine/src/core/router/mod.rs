@@ -16,21 +16,10 @@
 //! use kvferry_engine::core::router::*;
 //! use kvferry_engine::core::{Machine, Nanos, Outbox};
 //!
-//! let instance = |engine: &str, role| Registration {
-//!     engine: engine.into(),
-//!     incarnation: Incarnation(1),
-//!     sequence: 1,
-//!     role,
-//!     mode: Mode::Push,
-//!     http: format!("{engine}:8000").as_str().into(),
-//!     control: format!("tcp://{engine}:6301").as_str().into(),
-//!     dp_rank: 0,
-//!     dp_size: 1,
-//!     tp: 8,
-//!     draining: false,
-//!     fit: None,
-//!     troubles: Vec::new(),
-//!     models: None,
+//! let instance = |engine: &str, role| {
+//!     let http = format!("{engine}:8000").as_str().into();
+//!     let control = format!("tcp://{engine}:6301").as_str().into();
+//!     Registration::new(engine.into(), Incarnation(1), role, Mode::Push, http, control)
 //! };
 //! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
 //! let prompts = vec![RoutedPrompt { tokens: 100, prefix: [].into() }];

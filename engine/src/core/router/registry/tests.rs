@@ -3,22 +3,14 @@ use super::*;
 use crate::core::message::Mode;
 
 pub(in crate::core::router) fn registration(engine: &str, incarnation: u64) -> Registration {
-    Registration {
-        engine: engine.into(),
-        incarnation: Incarnation(incarnation),
-        sequence: 1,
-        role: if engine.starts_with('p') { Role::Prefill } else { Role::Decode },
-        mode: Mode::Push,
-        http: "h:1".into(),
-        control: "c".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
-    }
+    Registration::new(
+        engine.into(),
+        Incarnation(incarnation),
+        if engine.starts_with('p') { Role::Prefill } else { Role::Decode },
+        Mode::Push,
+        "h:1".into(),
+        "c".into(),
+    )
 }
 
 #[test]

@@ -147,9 +147,7 @@ impl StaticArgs {
                     ))
                 })?;
                 let kind = SourceKind::Dns { role, name, port };
-                let source = StaticSource::new(label, kind, Arc::default());
-                lock(&source.state).asked = None;
-                sources.push(source);
+                sources.push(StaticSource::new(label, kind, Arc::default()));
             }
         }
         let resolver = match sources.iter().any(|it| matches!(it.kind, SourceKind::Dns { .. })) {
@@ -198,7 +196,9 @@ pub(crate) struct StaticSources {
 
 impl StaticSource {
     fn new(label: String, kind: SourceKind, instances: Arc<Vec<StaticInstance>>) -> StaticSource {
-        let state = SourceState { instances, error: None, asked: Some(Instant::now()) };
+        let is_dns = matches!(kind, SourceKind::Dns { .. });
+        let asked = (!is_dns).then(Instant::now);
+        let state = SourceState { instances, error: None, asked };
         StaticSource { label, kind, state: Mutex::new(state) }
     }
 

@@ -33,6 +33,7 @@ pub(crate) fn instance(name: &str, role: Role) -> InstanceSettings {
         },
         protocol: ProtocolSettings::default(),
         fabric: FabricLimits::default(),
+        models: None,
     }
 }
 

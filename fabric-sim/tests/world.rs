@@ -35,6 +35,7 @@ fn instance(name: &str, role: Role, tp: u16, blocks: u32) -> InstanceSettings {
         },
         protocol: ProtocolSettings::default(),
         fabric: FabricLimits::default(),
+        models: None,
     }
 }
 
@@ -46,6 +47,7 @@ fn request(at: Nanos, tokens: u32, tail: u64, output: u32) -> WorkloadRequest {
         output,
         abort: None,
         stop: false,
+        model: None,
     }
 }
 

@@ -177,6 +177,7 @@ mod tests {
             },
             protocol: ProtocolSettings::default(),
             fabric: FabricLimits::default(),
+            models: None,
         }
     }
 

@@ -12,7 +12,7 @@ closed_list! {
         StableSource "I4" "I4-stable-source" "a source block is neither freed nor rewritten while a transfer that may be used reads it"
         OneOutcome "I5" "I5-one-outcome" "each request, operation and block list ends exactly once"
         NoSilentSuccess "I6" "I6-no-silent-success" "finished means that all ranks and layers are right; a slower path is reported and counted"
-        RightRecipient "I7" "I7-right-recipient" "nothing changes a transfer of another request, peer, rank or incarnation"
+        RightRecipient "I7" "I7-right-recipient" "nothing changes a transfer of another request, peer, rank or incarnation; legs go to who serves their model, in one role at a time"
         Bounded "I8" "I8-bounded" "queues, tables, operations and retries stay within their declared limits"
         Credit "I9" "I9-credit" "what is in flight stays within the credits, in all and for each peer; Busy is never a failure"
         Legal "I10" "I10-legal" "only listed transitions; progress never goes back; acknowledgements are sets of ranks"

@@ -18,7 +18,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::layout::GroupKind;
-use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role, ServedModels};
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::core::verify::Verify;
@@ -154,6 +154,27 @@ pub struct InstanceSettings {
     pub protocol: ProtocolSettings,
     /// Limits of the data planes of its ranks that the file sets.
     pub fabric: FabricLimits,
+    /// The models that it registers with; none if it says nothing.
+    #[serde(default)]
+    pub models: Option<Arc<ServedModels>>,
+}
+
+impl InstanceSettings {
+    /// True if requests for this model may go to it; none is any.
+    pub fn serves(&self, model: Option<&str>) -> bool {
+        let (Some(model), Some(own)) = (model, &self.models) else { return true };
+        own.has(model)
+    }
+
+    /// The same in the other role; a core of a host stays what it is.
+    pub fn switched(&self) -> InstanceSettings {
+        let role = match self.role {
+            role if self.is_pool => role,
+            Role::Prefill => Role::Decode,
+            Role::Decode => Role::Prefill,
+        };
+        InstanceSettings { role, ..self.clone() }
+    }
 }
 
 /// Links between instances. Bandwidths in bytes per second and direction.
@@ -309,6 +330,9 @@ pub struct WorkloadRequest {
     /// The first token of prefill is a stop token: prefill ends with `Stop`, and decode with its
     /// first token.
     pub stop: bool,
+    /// The model that it names; none if it names none.
+    #[serde(default)]
+    pub model: Option<Arc<str>>,
 }
 
 /// What a prompt contains, by hashes instead of tokens.

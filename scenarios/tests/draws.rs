@@ -1,6 +1,6 @@
 //! What a seed draws: inside what is written, and nothing depends on what else is written.
 
-use kvferry_scenarios::run::{FaultTrigger, InjectedFault, Run};
+use kvferry_scenarios::run::{FaultTrigger, InjectedFault, Run, WorkloadRequest};
 use proptest::prelude::*;
 use std::path::Path;
 
@@ -133,6 +133,27 @@ fn prompts_with_a_common_prefix_have_common_hashes_and_nothing_else() {
     }
     // Half of the pairs are of one pool; nearly all of those share something, few everything.
     assert!(partly > 400 && wholly < 100, "{partly} {wholly}");
+}
+
+#[test]
+fn requests_name_models_and_instances_serve_some() {
+    let text = "about = \"t\"\n[topology]\nprefill = [{ models = \"base, adapter\" }]\n\
+                decode = [{ count = 30, models = \"any|base\" }]\n[workload]\nrequests = 100\n\
+                models = { chance = 0.5, names = \"base|adapter|unknown\" }";
+    let run = draw(text, 1);
+    let named = |name| run.requests.iter().filter(|it| it.model.as_deref() == Some(name)).count();
+    let counts = ["base", "adapter", "unknown"].map(named);
+    assert!(counts.iter().all(|count| (5..30).contains(count)), "{counts:?}");
+    let serves =
+        |at: usize| ["base", "adapter", "unknown"].map(|name| run.instances[at].serves(Some(name)));
+    assert_eq!(serves(0), [true, true, false]);
+    let any = (1..31).filter(|at| serves(*at) == [true; 3]).count();
+    assert_eq!((1..31).filter(|at| serves(*at) == [true, false, false]).count(), 30 - any);
+    assert!((5..25).contains(&any), "{any}");
+    // Nothing else is drawn in another way where none are named.
+    let without = draw(text.split("\nmodels = { chance").next().expect("before it"), 1);
+    let unnamed = run.requests.iter().cloned().map(|it| WorkloadRequest { model: None, ..it });
+    assert_eq!(unnamed.collect::<Vec<_>>(), without.requests);
 }
 
 #[test]

@@ -46,6 +46,18 @@ fn syntax_errors_have_a_line() {
 }
 
 #[test]
+fn models_have_names() {
+    check(
+        "[topology]\nprefill = [{ models = \"base,\" }]",
+        "3: `topology.prefill[0].models` cannot be `base,`; write names with commas between them, or \"any\"",
+    );
+    check(
+        "[workload]\nmodels = { chance = 0.5 }",
+        "3: `models` has no `names`; say which model requests name",
+    );
+}
+
+#[test]
 fn sizes_that_cannot_be_are_refused() {
     check(
         "[topology]\ndecode = [{ blocks = 0 }]",

@@ -63,6 +63,7 @@ fn every_key_is_in_the_reference() {
         "[engine]\n?",
         "[workload]\n?",
         "[workload]\nabort = { ? }",
+        "[workload]\nmodels = { ? }",
         "[workload]\nprefix = { ? }",
         "[workload]\nsingle = [{ at = \"1s\", ? }]",
         "[[fault]]\nkind = \"wire.loss\"\n?",

@@ -52,6 +52,14 @@ pub enum FaultAction {
     ClockBack { instance: u16 },
     /// An instance registers as one that takes no more legs.
     Drain { instance: u16 },
+    /// An instance is in the other role from its next start on.
+    SwitchRole {
+        instance: u16,
+        /// It registers so, ends the legs that it has, and starts anew.
+        registers: bool,
+    },
+    /// An instance that still has legs of its former role starts anew all the same.
+    EndSwitch { instance: u16 },
     /// An instance makes no step, or goes on; its memory can be read and written all the time.
     Pause {
         instance: u16,

@@ -6,7 +6,7 @@ use kvferry_engine::core::message::Role;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Opportunity;
 use kvferry_scenarios::lists::FaultKind;
-use kvferry_scenarios::run::PartitionDirection;
+use kvferry_scenarios::run::{PartitionDirection, RaceOrder};
 
 /// A fault that lasts.
 #[derive(Clone, Debug)]
@@ -113,6 +113,7 @@ impl FaultScheduler {
                 self.act(FaultAction::Drain { instance });
                 self.last_for(now, undo_by_restart(instance), (Some(instance), None), lasts);
             }
+            FaultKind::RoleSwitch => self.switch_role(now, index, instance, lasts),
             FaultKind::Preempt => self.act(FaultAction::Preempt { instance }),
             FaultKind::Pause => {
                 let undo = self.switch(|paused| FaultAction::Pause { instance, paused });
@@ -132,6 +133,22 @@ impl FaultScheduler {
             _ => {}
         }
         self.hit(now, index, Some(instance), None);
+    }
+
+    fn switch_role(&mut self, now: Nanos, index: usize, instance: u16, lasts: Option<Nanos>) {
+        let plan = &self.plans[index];
+        let registers = match plan.fault.first {
+            RaceOrder::Early => true,
+            RaceOrder::Late => false,
+            RaceOrder::Either => plan.coin(),
+        };
+        self.act(FaultAction::SwitchRole { instance, registers });
+        if registers {
+            let undo = vec![FaultUndo::Act(FaultAction::EndSwitch { instance })];
+            return self.last_for(now, undo, (Some(instance), None), lasts);
+        }
+        self.act(FaultAction::Crash { instance, back_after: lasts, becomes: None });
+        self.last = self.last.max(now + lasts.unwrap_or(Nanos::ZERO));
     }
 
     /// Switches something on; how it is switched off.

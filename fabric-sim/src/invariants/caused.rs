@@ -63,7 +63,7 @@ fn reach(kind: FaultKind) -> FaultReach {
         Loss | Delay | Partition | OneWayPermanent | HalfOpen | Damage => FaultReach::Wire,
         FaultKind::Foreign => FaultReach::Foreign,
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
-        | ClockBack | RegisterFails => FaultReach::Process,
+        | RoleSwitch | ClockBack | RegisterFails => FaultReach::Process,
         StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => FaultReach::Router,
         // A decode has no room for a prompt that its prefill has computed.
         ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => {

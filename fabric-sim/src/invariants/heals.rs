@@ -108,7 +108,7 @@ impl HealsFastPath {
                         && (self.misfits.insert(served.clone())
                             || now.state.whole_pairs().next().is_none())
             }
-            // Requests here name no model.
+            // Requests of the simulator's own name no model.
             ClientAnswer::Failed(_) | ClientAnswer::NoModel(_) => false,
             ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
                 served.is_empty() && now.state.whole_pairs().next().is_none()

@@ -1,18 +1,22 @@
 //! L4: a fault on pair (p, d) makes no request of another pair end failed.
 
 use super::state::TrackedClient;
-use super::{CheckContext, Invariant};
-use crate::observation::{Observation, ObservationKind};
+use super::{CheckContext, Invariant, models};
+use crate::observation::{Observation, ObservationKind, SimProcessId};
+use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
 use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
-/// was left needs faults that concern all of a role. That a client goes away concerns nobody else.
+/// was left needs faults that concern all of a role, of those that serve its model, and that no
+/// instance serves it that none of those that do has registered and is spared. That a client goes away concerns nobody else.
 /// There were more requests than a core takes if one is full, and than the router takes if that is
 /// before any fault.
 #[derive(Debug, Default)]
@@ -27,6 +31,9 @@ pub(super) struct FaultIsolation {
     pairs: BTreeSet<(u16, u16)>,
     /// A fault concerned the router, or everybody.
     general: bool,
+    models: Vec<Option<Arc<str>>>,
+    /// Instances of which the router has heard.
+    registered: BTreeSet<u16>,
 }
 
 /// Decode legs that were sent.
@@ -45,7 +52,7 @@ impl FaultIsolation {
         let router = &run.router.config;
         let cores = u64::from(cores.min().unwrap_or(0));
         let room = (cores, u64::from(router.requests_max) + u64::from(router.waiting_max));
-        FaultIsolation { room, ..FaultIsolation::default() }
+        FaultIsolation { room, models: models(run), ..FaultIsolation::default() }
     }
 
     /// True if a core or the router was full by the number of requests alone.
@@ -88,30 +95,45 @@ impl FaultIsolation {
             || self.pairs.iter().any(pair)
     }
 
-    /// True if some fault concerns every instance of a role.
-    fn concerns_all(&self, now: CheckContext<'_>) -> bool {
-        let places = (0..).map_while(|index| Some((index, now.state.place(index)?.role)));
-        let spared = |index: u16| {
-            let paired = self.pairs.iter().any(|(a, b)| *a == index || *b == index);
-            !self.instances.contains(&index) && !paired
+    /// Instances that serve a model and that no fault concerns.
+    fn spared(&self, now: CheckContext<'_>, model: Option<&str>) -> BTreeSet<u16> {
+        let is_spared = |index: &u16| {
+            let paired = self.pairs.iter().any(|(a, b)| a == index || b == index);
+            now.state.serves(*index, model) && !self.instances.contains(index) && !paired
         };
-        let mut roles = [Role::Prefill, Role::Decode].into_iter();
-        roles.any(|role| places.clone().all(|(index, of)| of != role || !spared(index)))
+        let all = (0..).take_while(|index| now.state.place(*index).is_some());
+        all.filter(is_spared).collect()
+    }
+
+    /// True if some fault concerns every instance of a role, of those that serve a model; where one is
+    /// named, they may not fit each other.
+    fn concerns_all(&self, now: CheckContext<'_>, model: Option<&str>) -> bool {
+        let spared = self.spared(now, model);
+        let is_of = |index: &&u16, role| now.state.place(**index).is_some_and(|it| it.role == role);
+        let of = |role| spared.iter().filter(move |index| is_of(index, role));
+        let mut pairs = of(Role::Prefill).flat_map(|p| of(Role::Decode).map(move |d| (*p, *d)));
+        !pairs.any(|(p, d)| model.is_none() || now.state.fits(p, d))
+    }
+
+    /// The model that a client's request names.
+    fn model(&self, client: ClientId) -> Option<&str> {
+        self.models.get(client.0 as usize)?.as_deref()
     }
 
     fn is_explained(
         &self,
         now: CheckContext<'_>,
-        tries: Option<&TrackedClient>,
+        (tries, model): (Option<&TrackedClient>, Option<&str>),
         answer: &ClientAnswer,
     ) -> bool {
         match answer {
             ClientAnswer::Finished { .. } => true,
-            // Requests here name no model.
-            ClientAnswer::NoModel(_) => false,
+            ClientAnswer::NoModel(_) => {
+                model.is_some() && self.spared(now, model).is_disjoint(&self.registered)
+            }
             ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
-            ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now),
+            ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now, model),
             ClientAnswer::Misfit(_) => now.state.whole_pairs().next().is_none(),
             ClientAnswer::Failed(why) => {
                 let refused = matches!(
@@ -129,12 +151,17 @@ impl FaultIsolation {
 impl Invariant for FaultIsolation {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Asked, Dispatched, Answered, ClientGone, Faulted]
+        &[Asked, Dispatched, Answered, ClientGone, Faulted, FrameArrived]
     }
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Faulted { kind, from, to } => self.faulted(*kind, *from, *to),
+            Observation::FrameArrived { from, to: SimProcessId::ROUTER, frame } => {
+                if matches!(frame, Frame::Register(_)) {
+                    self.registered.insert(from.instance);
+                }
+            }
             Observation::Asked { .. } => self.opened(),
             Observation::Dispatched { client, body, .. } => {
                 let again = matches!(body, LegBody::Decode { .. });
@@ -147,7 +174,7 @@ impl Invariant for FaultIsolation {
             Observation::Answered { client, answer } => {
                 let tries = now.state.client(*client);
                 self.ended(tries);
-                if !self.is_explained(now, tries, answer) {
+                if !self.is_explained(now, (tries, self.model(*client)), answer) {
                     let served = tries.into_iter().flat_map(TrackedClient::last_tries).flatten();
                     let names: Vec<_> = served
                         .collect::<BTreeSet<_>>()
@@ -172,7 +199,8 @@ impl Invariant for FaultIsolation {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, D1, InvariantBench, InvariantId, P0, P1, decode_body, finished_answer, prefill_body,
+        D0, D1, InvariantBench, InvariantId, P0, P1, asks_for, decode_body, finished_answer,
+        prefill_body, serves,
     };
     use crate::observation::SimProcessId;
     use kvferry_scenarios::lists::FaultKind;
@@ -215,6 +243,36 @@ mod tests {
         bench.holds();
         fail(&mut bench, 2, P0, D1);
         bench.fails("client 2");
+    }
+
+    /// A client that asks for a model and is told so; it is served where this is, in the role in which
+    /// instances registered, and hit by faults, or not.
+    #[test]
+    fn a_model_is_unknown_only_if_nobody_serves_it() {
+        for (served, heard, hit, held) in [
+            ("b", true, false, true),
+            ("a", false, false, true),
+            ("a", true, true, true),
+            ("a", true, false, false),
+        ] {
+            let mut bench = InvariantBench::with(InvariantId::Isolation, |run| {
+                run.requests = vec![asks_for("a")];
+            });
+            for who in [P0, P1, D0, D1] {
+                let models = if who == P1 { served } else { "other" };
+                bench.start_as(who, |spec| spec.models = serves(models));
+            }
+            if heard {
+                bench.hear(P1, Role::Prefill, 1);
+            }
+            if hit {
+                let (kind, from) = (FaultKind::Restart, Some(P1.instance));
+                bench.see(Observation::Faulted { kind, from, to: None });
+            }
+            bench.asked(0);
+            bench.answered(0, &ClientAnswer::NoModel([].into()));
+            bench.judges(held, "client 0, served by , failed though no fault concerned them");
+        }
     }
 
     #[test]

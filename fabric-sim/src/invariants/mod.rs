@@ -16,6 +16,7 @@ mod fair;
 mod heals;
 mod in_order;
 mod isolation;
+mod leg_recipients;
 mod legal;
 mod no_early_reuse;
 mod no_foreign_bytes;
@@ -46,6 +47,7 @@ use state::InvariantState;
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt;
+use std::sync::Arc;
 
 /// Observations between two audits.
 const AUDIT: u64 = 4_096;
@@ -173,7 +175,11 @@ impl LivenessBounds {
                 let forgets = core.tombstones_max < CoreSettings::default().tombstones_max;
                 if forgets { core.orphan.max(core.lease) } else { Nanos::ZERO }
             }),
-            drain: match run.faults.iter().any(|fault| fault.kind == FaultKind::Drain) {
+            drain: match run
+                .faults
+                .iter()
+                .any(|fault| matches!(fault.kind, FaultKind::Drain | FaultKind::RoleSwitch))
+            {
                 true => run.router.config.drain_max,
                 false => Nanos::ZERO,
             },
@@ -199,6 +205,11 @@ impl LivenessBounds {
 pub(crate) fn takes_few(one: &InstanceSettings) -> bool {
     let core = &one.protocol.core;
     core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
+}
+
+/// The models that requests name, by client; none for requests of the simulator's own.
+pub(crate) fn models(run: &Run) -> Vec<Option<Arc<str>>> {
+    run.requests.iter().map(|request| request.model.clone()).collect()
 }
 
 /// The lease that each instance grants, as its readers count it, so that clocks may differ.
@@ -230,7 +241,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::StableSource => Box::new(stable_source::StableSource::new(run)),
         InvariantId::OneOutcome => Box::new(one_outcome::OneOutcome::default()),
         InvariantId::NoSilentSuccess => Box::new(no_silent_success::NoSilentSuccess::default()),
-        InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::default()),
+        InvariantId::RightRecipient => Box::new(right_recipient::RightRecipient::new(run)),
         InvariantId::Bounded => Box::new(bounded::BoundedTables),
         InvariantId::Credit => Box::new(credit::CreditsRespected::default()),
         InvariantId::Legal => Box::new(legal::LegalTransitions::default()),

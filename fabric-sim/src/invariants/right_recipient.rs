@@ -1,9 +1,11 @@
 //! I7: no frame, notification or completion changes a transfer of another request, peer, rank or
-//! incarnation.
+//! incarnation, and no leg goes to an instance that is not there for it.
 
+use super::leg_recipients::LegRecipients;
 use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, ObservedLanding, SimRankId};
 use kvferry_engine::core::message::DecodeHook;
+use kvferry_scenarios::run::Run;
 use std::collections::BTreeSet;
 
 /// Bytes may come only from the prefill that was asked, and not from a peer that is fenced. A core
@@ -12,9 +14,14 @@ use std::collections::BTreeSet;
 pub(super) struct RightRecipient {
     /// Who is kept out of whose memory.
     fenced: BTreeSet<(SimRankId, SimRankId)>,
+    legs: LegRecipients,
 }
 
 impl RightRecipient {
+    pub(super) fn new(run: &Run) -> RightRecipient {
+        RightRecipient { legs: LegRecipients::new(run), ..RightRecipient::default() }
+    }
+
     fn landed(&self, now: CheckContext<'_>, seen: &ObservedLanding<'_>) {
         let state = now.state;
         let (from, target) = (seen.from, seen.target);
@@ -46,7 +53,19 @@ impl RightRecipient {
 impl Invariant for RightRecipient {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Landed, Fenced, Started, DecodeHook, DecodeAnswer]
+        &[
+            Landed,
+            Fenced,
+            Started,
+            DecodeHook,
+            DecodeAnswer,
+            Faulted,
+            FrameSent,
+            FrameArrived,
+            Dispatched,
+            Leg,
+            LegClosed,
+        ]
     }
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
@@ -68,7 +87,7 @@ impl Invariant for RightRecipient {
             Observation::DecodeAnswer { who, answer } => {
                 self.check_incarnation(now, *who, answer.request(), "answers for");
             }
-            _ => {}
+            _ => self.legs.observe(now, seen),
         }
     }
 }

@@ -11,7 +11,8 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Attempt, ClientId, Incarnation, LegId, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{
-    AttemptTag, DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg,
+    AttemptTag, DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Registration, Role,
+    ServedModels,
 };
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
 use kvferry_engine::core::time::Nanos;
@@ -19,7 +20,8 @@ use kvferry_engine::fabric::{
     Completion, Direction, FabricError, Landed, OpId, Placement, QuiesceTicket, SessionId,
 };
 pub(super) use kvferry_scenarios::lists::InvariantId;
-use kvferry_scenarios::run::{InstanceSettings, Run};
+use kvferry_scenarios::run::{InstanceSettings, Run, WorkloadRequest};
+use std::sync::Arc;
 
 pub(super) const P0: SimProcessId = SimProcessId { instance: 0, incarnation: 0 };
 pub(super) const P1: SimProcessId = SimProcessId { instance: 1, incarnation: 0 };
@@ -91,6 +93,24 @@ fn frame(seq: u64, message: Message) -> Frame {
         envelope: ConnectionHeader { version: VERSION, from, to, session: 1 },
         seq,
         message,
+    }
+}
+
+/// An instance's models: one.
+pub(super) fn serves(model: &str) -> Option<Arc<ServedModels>> {
+    Some(Arc::new(ServedModels { names: vec![model.into()], adapters: Vec::new() }))
+}
+
+/// A request without prompts that names a model.
+pub(super) fn asks_for(model: &str) -> WorkloadRequest {
+    WorkloadRequest {
+        arrival: Nanos::ZERO,
+        prompts: Vec::new(),
+        samples: 1,
+        output: 1,
+        abort: None,
+        stop: false,
+        model: Some(model.into()),
     }
 }
 
@@ -211,6 +231,30 @@ impl InvariantBench {
 
     pub(super) fn arrive(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {
         let frame = &frame(1, message);
+        self.see(Observation::FrameArrived { from, to, frame });
+    }
+
+    /// The router hears a registration.
+    pub(super) fn hear(&mut self, from: SimProcessId, role: Role, incarnation: u64) {
+        let name = format!("i{}", from.instance);
+        let frame = &Frame::Register(Registration {
+            engine: name.as_str().into(),
+            incarnation: Incarnation(incarnation),
+            sequence: 1,
+            role,
+            mode: Mode::Push,
+            http: name.as_str().into(),
+            control: name.as_str().into(),
+            dp_rank: 0,
+            dp_size: 1,
+            tp: 1,
+            draining: false,
+            fit: None,
+            troubles: Vec::new(),
+            models: None,
+        });
+        let to = SimProcessId::ROUTER;
+        self.see(Observation::FrameSent { from, to, frame });
         self.see(Observation::FrameArrived { from, to, frame });
     }
 

@@ -41,6 +41,7 @@ impl Simulation {
             FaultAction::Cut { from, to, cut } => self.cut(from, to, cut),
             FaultAction::Crash { instance, back_after, becomes } => {
                 self.crash(instance);
+                self.interrupt_switch(instance);
                 for part in self.parts(instance) {
                     self.instances[usize::from(part)].returns = back_after.is_some();
                 }
@@ -54,6 +55,8 @@ impl Simulation {
                 self.instances[usize::from(instance)].incarnation_number /= 2;
             }
             FaultAction::Drain { instance } => self.drain(instance),
+            FaultAction::SwitchRole { instance, registers } => self.switch(instance, registers),
+            FaultAction::EndSwitch { instance } => self.end_switch(instance),
             FaultAction::Pause { instance: ROUTER, paused } => self.pause_router(paused),
             FaultAction::Pause { instance, paused } => self.set_paused(instance, paused),
             FaultAction::Preempt { instance } => {
@@ -67,7 +70,8 @@ impl Simulation {
         }
     }
 
-    fn drain(&mut self, index: u16) {
+    /// An instance that is neither down nor stands still says that it takes no more legs.
+    pub(super) fn drain(&mut self, index: u16) {
         let instance = &self.instances[usize::from(index)];
         if instance.process.is_none() || instance.paused {
             return;

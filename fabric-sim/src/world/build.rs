@@ -156,6 +156,7 @@ fn instances(run: &Run, nodes: &BTreeMap<String, u32>, tp: u32, dma: &mut Dma) -
         spec: spec.clone(),
         is_whole: is_whole(run, index),
         becomes: None,
+        switch: None,
         returns: true,
         incarnation: u32::MAX,
         incarnation_number: born,
@@ -262,6 +263,7 @@ pub(super) fn core(run: &Run, spec: &Spec, incarnation: Incarnation) -> Box<Core
         router: (!spec.is_pool).then(|| Endpoint(format!("sim://{ROUTER}").into())),
         payloads: spec.is_pool,
         verify: run.verify,
+        models: spec.models.clone(),
         settings: spec.protocol.core.clone(),
         channel: spec.protocol.channel.clone(),
         ..CoreConfig::new(spec.role, name, incarnation, geometry(&run.model, spec), control)

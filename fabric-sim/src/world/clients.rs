@@ -2,6 +2,7 @@
 
 use super::Simulation;
 use super::event::SimEvent;
+use super::process::SimInstance;
 use crate::observation::Observation;
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::message::Role;
@@ -65,8 +66,8 @@ impl Clients {
     /// True if all probes have arrived: as many as there are pairs, because all but one of them may
     /// be found not to work, and as there are dead sessions, because who tries no operation twice
     /// may find one of them each time.
-    pub(super) fn all_probed(&self, run: &Run) -> bool {
-        let of = |role| run.instances.iter().filter(|spec| spec.role == role).count();
+    pub(super) fn all_probed(&self, instances: &[SimInstance]) -> bool {
+        let of = |role| instances.iter().filter(|one| one.spec.role == role).count();
         let pairs = of(Role::Prefill) * of(Role::Decode);
         self.states.len() - self.own >= pairs.max(PROBES) + self.dead
     }
@@ -98,7 +99,7 @@ fn probe(run: &Run) -> WorkloadRequest {
     let prompt = WorkloadPrompt { tokens: tokens as u32, prefix: [].into(), tail: 0 };
     let (samples, output) = (1, 1);
     let (arrival, prompts) = (Nanos::ZERO, vec![prompt]);
-    WorkloadRequest { arrival, prompts, samples, output, abort: None, stop: false }
+    WorkloadRequest { arrival, prompts, samples, output, abort: None, stop: false, model: None }
 }
 
 impl Simulation {
@@ -160,7 +161,7 @@ impl Simulation {
         };
         let prompts = request.prompts.into_iter().map(prompt).collect();
         let (samples, output) = (request.samples, request.output);
-        let asked = ClientRequest { client, prompts, samples, output, model: None };
+        let asked = ClientRequest { client, prompts, samples, output, model: request.model };
         self.tell(0, RouterInput::Request(asked).into());
     }
 

@@ -301,6 +301,7 @@ impl Simulation {
             let to = to.map(|index| index as u16);
             self.observer.observe(self.now, &Observation::Dialled { from: who, to });
         }
+        let command = self.in_new_role(instance, command);
         let process = self.instances[instance as usize].process.as_mut()?;
         let event = perform_control(&mut process.control, command)?;
         let input = self.on_control(slot, event);

@@ -50,6 +50,8 @@ pub(super) enum SimEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ProcessEvent {
     Start,
+    /// It may have ended its legs and begin in its other role.
+    Switch,
 }
 
 impl From<DmaEvent> for SimEvent {

@@ -149,6 +149,7 @@ impl Simulation {
     /// A leg reaches its instance.
     pub(super) fn leg_arrives(&mut self, instance: u16, leg: LegId, input: EngineInput) {
         let who = self.who(instance);
+        let Some(input) = self.wait_for_switch(instance, leg, input) else { return };
         if self.instances[instance as usize].process.is_none() {
             return self.leg_broken(leg);
         }

@@ -2,13 +2,14 @@
 //! requests of the world's own show whether the fast path is back.
 
 use super::Simulation;
+use super::process::SimInstance;
 use super::stages::last_start;
 use crate::abilities::fits;
 use crate::keyed_rng::KeyedRng;
 use crate::observation::Observation;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::decide::kind;
-use kvferry_scenarios::run::{LivenessMode, Run};
+use kvferry_scenarios::run::{InstanceSettings, LivenessMode, Run};
 use std::collections::BTreeSet;
 
 /// Which pair of the core fits in any case.
@@ -68,7 +69,10 @@ impl Simulation {
             for index in 0..self.instances.len() as u16 {
                 match core.contains(&index) {
                     true => self.start(index),
-                    false => self.instances[usize::from(index)].returns = false,
+                    false => {
+                        self.give_up_switch(index);
+                        self.instances[usize::from(index)].returns = false;
+                    }
                 }
             }
         }
@@ -93,10 +97,8 @@ impl Simulation {
     /// there are such, and of the others each with even odds.
     fn draw_core(&self) -> BTreeSet<u16> {
         let keyed = KeyedRng::new(self.run.seed);
-        let spec = |index: u16| {
-            let instance = &self.instances[usize::from(index)];
-            instance.becomes.as_ref().unwrap_or(&instance.spec)
-        };
+        let specs: Vec<InstanceSettings> = self.instances.iter().map(SimInstance::next).collect();
+        let spec = |index: u16| &specs[usize::from(index)];
         let all = 0..self.instances.len() as u16;
         let pairs = all.clone().flat_map(|p| all.clone().map(move |d| (p, d)));
         let apart = |(p, d): &(u16, u16)| self.parts(*p) != self.parts(*d);
@@ -125,7 +127,7 @@ impl Simulation {
         let serves_payloads = !self.run.hosts.is_empty();
         let all_probed = match serves_payloads {
             true => self.stages.all_probed(),
-            false => self.clients.all_probed(&self.run),
+            false => self.clients.all_probed(&self.instances),
         };
         if all_probed {
             return false;

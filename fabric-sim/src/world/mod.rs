@@ -32,6 +32,7 @@ mod process;
 mod quiescence;
 mod race;
 mod report;
+mod role_switch;
 mod serving;
 mod sight;
 mod stages;

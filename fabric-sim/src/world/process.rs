@@ -3,6 +3,7 @@
 use super::actor::{MachineConfig, MachineId};
 use super::build;
 use super::event::{ProcessEvent, SimEvent};
+use super::role_switch::RoleSwitch;
 use super::{ReadyStep, Simulation};
 use crate::dma::{DataPlaneIx, NicIx, SimDataPlane};
 use crate::memory::MemoryShape;
@@ -24,6 +25,8 @@ pub(super) struct SimInstance {
     pub(super) spec: kvferry_scenarios::run::InstanceSettings,
     /// What it is from its next start on.
     pub(super) becomes: Option<kvferry_scenarios::run::InstanceSettings>,
+    /// It is in the other role then.
+    pub(super) switch: Option<RoleSwitch>,
     /// Counts its starts from 0; `u32::MAX` before the first.
     pub(super) incarnation: u32,
     /// Number of its newest incarnation; a clock that steps back makes it smaller.
@@ -89,7 +92,7 @@ pub(super) struct DataPlaneOwner {
 
 /// The incarnation of an instance in an incarnation, as its wall clock says. As with clocks, no two
 /// instances share one, so that a connection of one is none of another.
-fn wall_clock_incarnation(instance: u16, born: u32, wall: u64) -> Incarnation {
+pub(super) fn wall_clock_incarnation(instance: u16, born: u32, wall: u64) -> Incarnation {
     Incarnation(((1 + u64::from(instance)) << 32 | u64::from(born)) + wall)
 }
 
@@ -110,6 +113,7 @@ impl Simulation {
                 self.start(instance);
             }
             ProcessEvent::Start => {}
+            ProcessEvent::Switch => self.switch_if_idle(instance),
         }
     }
 
@@ -138,11 +142,14 @@ impl Simulation {
             return;
         }
         instance.returns = false;
-        if let Some(spec) = instance.becomes.take() {
-            instance.spec = spec;
-        }
+        instance.spec = instance.next();
+        let (becomes, switch) = (instance.becomes.take(), instance.switch.take());
         instance.incarnation = instance.incarnation.wrapping_add(1);
-        instance.incarnation_number += 1;
+        let is_same = |switch: &RoleSwitch| switch.is_as_told() && becomes.is_none();
+        instance.incarnation_number += match &switch {
+            Some(switch) if switch.is_told() && !is_same(switch) => 2,
+            _ => 1,
+        };
         let (spec, incarnation, node) =
             (instance.spec.clone(), instance.incarnation, instance.node);
         let who = self.who(index);
@@ -202,6 +209,9 @@ impl Simulation {
             let input = TransferInput::Start.into();
             self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
+        if let Some(switch) = switch {
+            self.serve_waiting(index, switch);
+        }
     }
 
     pub(super) fn restart_machine(&mut self, slot: u32, id: MachineId, incarnation: u32) {
@@ -236,7 +246,8 @@ impl Simulation {
         });
         self.with_net(|net, cx| net.crash(process.control.ix(), told, cx));
         for slot in self.core_slot(index)..self.core_slot(index) + self.stride {
-            if self.machines[slot as usize].alive {
+            // What it was to be told in this instant it is not told any more.
+            if std::mem::take(&mut self.machines[slot as usize].alive) {
                 self.ready.push_back(ReadyStep::Stop(slot));
             }
         }

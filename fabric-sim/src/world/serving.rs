@@ -35,6 +35,9 @@ impl Simulation {
         if let Some(process) = &mut self.instances[instance as usize].process {
             process.out = out;
         }
+        if self.instances[instance as usize].switch.is_some() {
+            self.look_at_switch(instance);
+        }
     }
 
     fn engine_effect(&mut self, instance: u16, effect: EngineEffect) {

@@ -288,6 +288,7 @@ impl ServeArgs {
             },
             protocol: ProtocolSettings::default(),
             fabric: FabricLimits::default(),
+            models: None,
         }
     }
 }

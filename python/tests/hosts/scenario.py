@@ -68,6 +68,7 @@ UNPLAYABLE = {
         "process.rank_crash",
         "process.restart_other_geometry",
         "process.drain",
+        "process.role_switch",
     ],
     "of clocks and leases": ["clock.back", "clock.expiry_race"],
     "of an engine's memory": [

@@ -98,9 +98,10 @@ pub enum PartitionDirection {
 /// Which of two simultaneous things comes first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum RaceOrder {
-    /// The lease ends, or the frame comes, before the bytes.
+    /// The lease ends, or the frame comes, before the bytes; the registration in another role comes
+    /// before the end of the process.
     Early,
-    /// The bytes come first.
+    /// The bytes come first, and the end of the process.
     Late,
     /// Drawn each time.
     Either,

@@ -92,6 +92,7 @@ closed_list! {
         RankCrash "C6" "process.rank_crash" "one TP rank dies; its engine goes down with it and restarts"
         RestartOtherGeometry "C7" "process.restart_other_geometry" "an instance restarts with another TP size, block size, pool or layout"
         Drain "C8" "process.drain" "an instance tells the router that it takes no more legs, and starts anew after a while"
+        RoleSwitch "C9" "process.role_switch" "an instance registers in the other role, ends the legs that it has and starts anew in that role, or is killed and comes back in it"
         ClockBack "D2" "clock.back" "an instance restarts after its clock stepped back: its new incarnation has a lower number than those before"
         ExpiryRace "D4" "clock.expiry_race" "a lease ends in the same instant as the last completion of its read"
         SmallPool "E1" "memory.small_pool" "a pool holds hardly more than the longest request"

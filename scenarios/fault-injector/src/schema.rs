@@ -136,6 +136,9 @@ impl FaultKind {
             RegisterFails => schema(Memory, RANK),
             PortDown => schema(Step, RANK).lasting_ms(10, 1_000),
             Drain => schema(Step, TARGET_LASTS).needs(TARGET).lasting_ms(100, 5_000),
+            RoleSwitch => {
+                schema(Step, &["target", "lasts", "first"]).needs(TARGET).lasting_ms(50, 2_000)
+            }
             ClockBack => schema(Step, TARGET_LASTS).needs(TARGET).lasting_ms(10, 1_000),
             ExpiryRace => schema(Lease, &["from", "to", "first"]),
             SmallPool => schema(Run, TARGET),

@@ -338,7 +338,11 @@ impl Scenario {
             return Err(self.file.error(self.memory.line, what, remedy));
         }
         let restarted = run.faults.iter().filter_map(|fault| fault.becomes.as_deref());
-        let all: Vec<&InstanceSettings> = run.instances.iter().chain(restarted).collect();
+        let mut all: Vec<InstanceSettings> =
+            run.instances.iter().chain(restarted).cloned().collect();
+        if run.faults.iter().any(|fault| fault.kind == FaultKind::RoleSwitch) {
+            all.extend(run.instances.iter().map(InstanceSettings::switched));
+        }
         let of = |role| all.iter().filter(move |instance| instance.role == role);
         let apart = |instance: &InstanceSettings| instance.layout == MemoryLayout::HeadSplit;
         for prefill in of(Role::Prefill) {

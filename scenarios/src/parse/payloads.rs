@@ -144,6 +144,7 @@ impl HostSpec {
             cost,
             protocol: protocol.clone(),
             fabric: super::limits::within_credits(fabric),
+            models: None,
         });
         (PayloadHostSettings { name, instance, config }, cores)
     }

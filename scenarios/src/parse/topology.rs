@@ -12,12 +12,13 @@ use crate::run::{
     FabricLimits, InstanceSettings, MemoryLayout, ModelGeometry, NetworkSettings, ProtocolSettings,
     RouterSettings, Served,
 };
-use crate::value::{Bandwidth, Distribution, InstanceName, or};
+use crate::value::{Bandwidth, Distribution, InstanceName, ScenarioValue, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::TP_MAX;
-use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Role, ServedModels};
 use kvferry_engine::core::router::RouterConfig;
 use kvferry_faults::{section, settings};
+use std::sync::Arc;
 
 impl ClosedList for &'static HardwarePreset {
     fn named() -> Vec<(&'static str, &'static HardwarePreset)> {
@@ -76,8 +77,43 @@ section! {
         prefix_cache: Distribution<bool> = true;
         protocol: ProtocolSpec;
         fabric: FabricSpec;
+        models: Distribution<ModelNames> = ModelNames(Vec::new());
     } with {
         line: u32 = section.line;
+    }
+}
+
+/// The model that an instance serves and adapters of it; none if it does not say.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct ModelNames(Vec<InstanceName>);
+
+/// What stands for instances that do not say which models they serve.
+const ANY_MODEL: &str = "any";
+
+impl ScenarioValue for ModelNames {
+    fn form() -> String {
+        "names with commas between them, or \"any\"".into()
+    }
+
+    fn parse(text: &str) -> Option<ModelNames> {
+        if text == ANY_MODEL {
+            return Some(ModelNames(Vec::new()));
+        }
+        let names = text.split(',').map(|name| InstanceName::parse(name.trim()));
+        names.collect::<Option<_>>().map(ModelNames)
+    }
+
+    fn spelled(&self) -> String {
+        let names: Vec<&str> = self.0.iter().map(|name| &*name.0).collect();
+        if names.is_empty() { ANY_MODEL.into() } else { names.join(",") }
+    }
+}
+
+impl From<ModelNames> for Option<Arc<ServedModels>> {
+    fn from(names: ModelNames) -> Option<Arc<ServedModels>> {
+        let mut names = names.0.into_iter().map(|name| name.0);
+        let names_of_model = vec![names.next()?];
+        Some(Arc::new(ServedModels { names: names_of_model, adapters: names.collect() }))
     }
 }
 
@@ -211,6 +247,7 @@ impl TopologySpec {
             let protocol =
                 table.protocol.draw(&shape.key.part("protocol"), shared.protocol.clone());
             let fabric = table.fabric.draw(&shape.key.part("fabric"), shared.fabric);
+            let models: Option<Arc<_>> = table.models.draw(&shape.key.part("models")).into();
             for dp_rank in 0..dp_size {
                 let name = if dp_size == 1 {
                     shape.name.clone()
@@ -234,6 +271,7 @@ impl TopologySpec {
                     cost: self.cost(spec, model, shape.tp),
                     protocol: protocol.clone(),
                     fabric: within_credits(fabric),
+                    models: models.clone(),
                 });
             }
         }

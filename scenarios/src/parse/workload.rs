@@ -5,11 +5,12 @@ use crate::decide::{DecisionKey, below, chance, kind, mix};
 use crate::doc::{FileName, FromKey, TomlField, TomlSection};
 use crate::run::{WorkloadPrompt, WorkloadRequest};
 use crate::trace::{TOKENS_PER_HASH, TraceReader, TraceRecord};
-use crate::value::{Distribution, Probability, ScaleFactor, or};
+use crate::value::{Distribution, InstanceName, Probability, ScaleFactor, or};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Mode;
 use kvferry_faults::section;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Longest prompt or output that can be asked for, in tokens.
 const TOKENS_MAX: u32 = 1 << 24;
@@ -28,6 +29,7 @@ section! {
         samples: Distribution<u32> = 1, in (1, 64);
         stop: Probability = Probability(0);
         abort: AbortSpec;
+        models: Option<NamedModels>;
         prefix: PrefixSpec;
         single: Vec<SingleRequestSpec>;
         speed: Distribution<ScaleFactor> = ScaleFactor(1000);
@@ -58,6 +60,16 @@ section! {
     struct AbortSpec {
         chance: Distribution<Probability> = Probability(0);
         after: Distribution<Nanos> = Nanos::ZERO;
+    }
+}
+
+section! {
+    /// `models`: requests that name a model.
+    #[derive(Debug)]
+    struct NamedModels {
+        chance: Distribution<Probability> = Probability(1_000_000);
+        names: Distribution<InstanceName>,
+            else ("`models` has no `names`", "say which model requests name");
     }
 }
 
@@ -135,6 +147,7 @@ impl WorkloadSpec {
             request.samples = self.samples.draw(&key.part("samples"));
             request.stop = chance(key.part("stop").get(), self.stop.0);
             request.abort = self.abort.draw(&key.part("abort"));
+            request.model = self.models.as_ref().and_then(|it| it.draw(&key.part("model")));
         }
         Ok(requests)
     }
@@ -177,6 +190,7 @@ impl WorkloadSpec {
                 output: self.output_tokens.draw(&key.part("output_tokens")),
                 abort: None,
                 stop: false,
+                model: None,
             });
             at = at + self.arrival.draw(&key.part("arrival"));
         }
@@ -205,6 +219,7 @@ impl SingleRequestSpec {
             output: self.output_tokens.draw(&key.part("output_tokens")),
             abort: None,
             stop: false,
+            model: None,
         }
     }
 }
@@ -214,6 +229,14 @@ impl AbortSpec {
         // The probability itself is one for the whole run.
         let ppm = self.chance.draw(&key.actor(0).part("rate")).0;
         chance(key.part("hit").get(), ppm).then(|| self.after.draw(&key.part("after")))
+    }
+}
+
+impl NamedModels {
+    fn draw(&self, key: &DecisionKey) -> Option<Arc<str>> {
+        // The probability itself is one for the whole run.
+        let ppm = self.chance.draw(&key.actor(0).part("rate")).0;
+        chance(key.part("hit").get(), ppm).then(|| self.names.draw(&key.part("name")).0)
     }
 }
 

@@ -69,6 +69,7 @@ impl TraceRecord {
             output: self.output_length,
             abort: None,
             stop: false,
+            model: None,
         }
     }
 }

@@ -108,6 +108,11 @@ impl InvariantState {
         self.places.get(usize::from(instance))
     }
 
+    /// True if requests for this model may go to an instance; none is any.
+    pub(crate) fn serves(&self, instance: u16, model: Option<&str>) -> bool {
+        self.place(instance).is_some_and(|place| place.spec.serves(model))
+    }
+
     /// The name of an instance, for texts.
     pub(crate) fn name(&self, instance: u16) -> &str {
         self.place(instance).map_or("router", |place| &place.name)

@@ -61,6 +61,9 @@ impl InjectionPlan {
             }
         }
         let stops = |request: &&WorkloadRequest| request.stop;
+        if run.requests.iter().any(|request| request.model.is_some()) {
+            plan.skipped.push("models that requests name: all of its servers have one".into());
+        }
         if run.requests.iter().any(|request| stops(&request)) {
             plan.skipped.push("first tokens that stop: clients cannot ask for them".into());
         }

@@ -25,7 +25,7 @@ impl Registry {
             let old = &self.instances[id];
             let before = &old.registration;
             let is_other = before.engine == new.engine && before.role != new.role;
-            is_other && !old.lost && !old.legs.is_empty()
+            is_other && !old.lost && !old.legs.is_empty() && !planted!("a-switch-ends-the-legs")
         });
         replaced.retain(|instance_id| former != Some(*instance_id));
         for instance_id in replaced {

@@ -46,6 +46,51 @@ fn told(effects: &[RouterEffect]) -> Vec<String> {
     served.iter().map(ToString::to_string).collect()
 }
 
+/// A fleet with a pair for model a, and a decode without a prefill that serves b.
+fn half_of_b() -> DiscoveryBench {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    for (name, models) in [("p0", ["a"]), ("d0", ["a"]), ("d1", ["b"])] {
+        register(&mut bench, name, served(&models));
+    }
+    bench
+}
+
+#[test]
+fn who_waits_for_a_model_holds_up_nobody_else() {
+    let mut bench = half_of_b();
+    assert_eq!(ask(&mut bench, Some("b")), [], "it waits for a prefill");
+    assert_eq!(ask(&mut bench, Some("b")), [], "behind the first one");
+    for model in [Some("a"), None] {
+        assert_eq!(sent(ask(&mut bench, model)).len(), 2, "{model:?}");
+    }
+    // A request that waited before does not keep its place from others either.
+    let p1 = native("p1", Role::Prefill, Mode::Push);
+    let b = Registration { dp_rank: 0, dp_size: 1, models: served(&["b"]), ..p1 };
+    let client = |effect: &RouterEffect| match effect {
+        RouterEffect::Dispatch { client, .. } => *client,
+        other => panic!("{other:?}"),
+    };
+    let clients: Vec<_> = bench.give(RouterInput::Register(b)).iter().map(client).collect();
+    assert_eq!(clients, [0, 0, 1, 1].map(ClientId), "in the order in which they came");
+}
+
+#[test]
+fn names_that_nobody_lists_take_no_line_from_those_that_are_served() {
+    let mut bench = half_of_b();
+    // It may serve any, and has no partner for most.
+    register(&mut bench, "p1", None);
+    for nth in 0..1_000 {
+        assert_eq!(ask(&mut bench, Some(&format!("unknown-{nth}"))), []);
+    }
+    for model in ["a", "b"] {
+        assert_eq!(sent(ask(&mut bench, Some(model))).len(), 2, "{model}");
+    }
+    register(&mut bench, "p0", served(&["a"]));
+    let any = native("d2", Role::Decode, Mode::Push);
+    let all = bench.give(RouterInput::Register(Registration { dp_rank: 0, dp_size: 1, ..any }));
+    assert_eq!(sent(all).len(), 2_000);
+}
+
 const MODELS: [&str; 3] = ["a", "b", "c"];
 
 proptest! {

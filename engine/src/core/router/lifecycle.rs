@@ -2,8 +2,9 @@
 
 use super::dispatcher::{LegInFlight, RouterTimer};
 use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect};
+use super::queue::QueueLine;
 use super::registry::InstanceId;
-use super::requests::{QueuePosition, RouterRequest, SampleProgress};
+use super::requests::{RouterRequest, SampleProgress};
 use super::{Router, RouterTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, LegId};
@@ -15,6 +16,7 @@ impl Router {
     /// Takes a new request in.
     pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
         let client = request.client;
+        let line = self.line(request.model.as_ref());
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
         let open_max = self.dispatcher.config.open_max.map_or(usize::MAX, |max| max as usize);
         let refuse = if self.draining {
@@ -36,7 +38,7 @@ impl Router {
         };
         if let Some(answer) = refuse {
             turn.push(RouterEffect::Answer { client, answer });
-        } else if self.waiting.is_empty() && self.may_start() && self.dispatch(client, turn) {
+        } else if self.waiting.is_free(&line) && self.may_start() && self.dispatch(client, turn) {
         } else if self.waits() < self.dispatcher.config.waiting_max as usize {
             self.enqueue(turn.now, client);
         } else if self.dispatcher.has_both(turn.now) {
@@ -52,6 +54,13 @@ impl Router {
         let served = self.dispatcher.registry.without_model(now, model)?;
         self.dispatcher.counters.unknown_models += 1;
         Some(served)
+    }
+
+    /// Where requests for a model wait.
+    fn line(&self, model: Option<&Arc<str>>) -> QueueLine {
+        // Each has one while there are few.
+        let is_listed = || model.is_some_and(|it| self.dispatcher.registry.lists(it));
+        self.waiting.line(model, is_listed)
     }
 
     /// Requests that wait for an instance, or before they are sent again.
@@ -92,12 +101,14 @@ impl Router {
 
     fn enqueue(&mut self, now: Nanos, client: ClientId) {
         self.unpause(client);
+        let model = self.requests[&client].works.first().and_then(|work| work.model.clone());
+        let line = self.line(model.as_ref());
         let request = self.requests.get_mut(&client).expect("only known requests wait");
         if request.ticket.is_none() {
-            let ticket = (!request.started, self.next_ticket);
+            let position = (!request.started, self.next_ticket);
             self.next_ticket += 1;
-            request.ticket = Some(ticket);
-            self.waiting.insert(ticket, client);
+            request.ticket = Some((line.clone(), position));
+            self.waiting.add(line, position, client);
             let (tried, config) = (request.tried, &self.dispatcher.config);
             let wait = match request.started {
                 false => config.wait_max,
@@ -119,28 +130,25 @@ impl Router {
     fn unqueue(&mut self, client: ClientId) {
         self.unpause(client);
         let request = self.requests.get_mut(&client).expect("only known requests wait");
-        if let Some(ticket) = request.ticket.take() {
-            self.waiting.remove(&ticket);
+        if let Some((line, position)) = request.ticket.take() {
+            self.waiting.remove(&line, position);
             self.dispatcher.timers.cancel(&RouterTimer::Wait(client));
         }
     }
 
     /// Sends waiting requests, oldest first, as long as there are instances for them.
     pub(super) fn pump(&mut self, turn: &mut RouterTurn<'_>) {
-        while let Some(((new, _), client)) = self.next_waiting() {
-            if (new && !self.may_start()) || !self.dispatch(client, turn) {
+        let mut firsts = self.waiting.firsts();
+        while let Some(((new, _), (line, client))) = firsts.pop_first() {
+            if new && !self.may_start() {
                 return;
             }
+            if self.dispatch(client, turn)
+                && let Some((position, next)) = self.waiting.first(&line)
+            {
+                firsts.insert(position, (line, next));
+            }
         }
-    }
-
-    /// Who waits for the longest time, retries before new requests.
-    fn next_waiting(&self) -> Option<(QueuePosition, ClientId)> {
-        let next = match planted!("newest-waits-least") {
-            true => self.waiting.last_key_value(),
-            false => self.waiting.first_key_value(),
-        };
-        next.map(|(ticket, client)| (*ticket, *client))
     }
 
     /// A request waited too long.

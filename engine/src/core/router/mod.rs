@@ -49,6 +49,7 @@ mod lifecycle;
 mod load;
 mod pairing;
 mod prefixes;
+mod queue;
 mod registry;
 mod rejections;
 mod release;
@@ -67,9 +68,10 @@ pub use view::{InstanceState, InstanceView, RouterCounters};
 use self::budget::RetryBudget;
 use self::discovery::{DiscoveryMessage, RegistrationEntry};
 use self::dispatcher::{LegDispatcher, RouterTimer};
+use self::queue::RequestQueue;
 use self::registry::{InstanceId, RegisterOutcome};
 use self::rejections::Rejections;
-use self::requests::{QueuePosition, RouterRequest};
+use self::requests::RouterRequest;
 use super::dialect::moriio::registration::MoriioRegistration;
 use super::error::stranger;
 use super::ids::{ClientId, EngineId, Incarnation};
@@ -96,7 +98,7 @@ type RouterTurn<'a> = Turn<'a, RouterEffect>;
 pub struct Router {
     dispatcher: LegDispatcher,
     requests: BTreeMap<ClientId, RouterRequest>,
-    waiting: BTreeMap<QueuePosition, ClientId>,
+    waiting: RequestQueue,
     /// Requests that wait before they are sent again to who failed them.
     paused: BTreeSet<ClientId>,
     next_ticket: u64,
@@ -120,7 +122,7 @@ impl Router {
         Router {
             dispatcher: LegDispatcher::new(config, incarnation),
             requests: BTreeMap::new(),
-            waiting: BTreeMap::new(),
+            waiting: RequestQueue::default(),
             paused: BTreeSet::new(),
             next_ticket: 0,
             active: 0,

@@ -1,6 +1,7 @@
 //! What the router knows of a client's request.
 
 use super::io::{ClientRequest, LegFailure, RoutedPrompt};
+use super::queue::{QueueLine, QueuePosition};
 use super::registry::InstanceId;
 use crate::core::error::Failure;
 use crate::core::ids::{LegId, TransferKey};
@@ -99,9 +100,6 @@ impl PromptState {
     }
 }
 
-/// Place in the queue: retries before new requests, then in order of arrival.
-pub(super) type QueuePosition = (bool, u64);
-
 /// A request that has not ended.
 #[derive(Clone, Debug)]
 pub(super) struct RouterRequest {
@@ -111,7 +109,7 @@ pub(super) struct RouterRequest {
     /// True once a leg was sent.
     pub(super) started: bool,
     /// Its place in the queue, if something of it waits.
-    pub(super) ticket: Option<QueuePosition>,
+    pub(super) ticket: Option<(QueueLine, QueuePosition)>,
     /// Times that something of it was sent again, or is to be.
     pub(super) tried: u32,
     /// The last failure of a leg.

@@ -21,6 +21,11 @@ impl RegisteredInstance {
 }
 
 impl Registry {
+    /// True if an instance says that it serves the model.
+    pub(in crate::core::router) fn lists(&self, model: &str) -> bool {
+        self.instances.values().filter_map(|it| it.models()).any(|own| own.has(model))
+    }
+
     /// The models that are served, if this one is by no instance that is there.
     pub(in crate::core::router) fn without_model(
         &self,

@@ -269,6 +269,35 @@ impl StableSource {
             )
         });
     }
+
+    /// Blocks go to another owner, which they do when they are freed first of all.
+    fn given_up(
+        &self,
+        now: CheckContext<'_>,
+        (who, request): (SimProcessId, &RequestId),
+        blocks: &[Vec<u32>],
+        is_freed: bool,
+    ) {
+        let name = now.name(who.instance);
+        if is_freed && let Some((reader, load)) = self.deprived_reader(now, who, blocks) {
+            let reader = now.name(reader.instance);
+            now.report(|| {
+                format!(
+                    "request {request} on {name} lost its blocks, but {reader} may read them for \
+                     its request {load}"
+                )
+            });
+        }
+        let is_read = |at: &BlockRef| now.state.block(who.instance, *at).reads > 0;
+        if let Some(block) = BlockRef::all(blocks).find(is_read) {
+            now.report(|| {
+                format!(
+                    "{block} of request {request} on {name} went to another owner while a write \
+                     reads it"
+                )
+            });
+        }
+    }
 }
 
 impl Invariant for StableSource {
@@ -290,29 +319,11 @@ impl Invariant for StableSource {
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
-            Observation::Freed { who, request, blocks }
-            | Observation::Taken { who, request, blocks } => {
-                if let Observation::Freed { .. } = seen
-                    && let Some((reader, load)) = self.deprived_reader(now, *who, blocks)
-                {
-                    let (name, reader) = (now.name(who.instance), now.name(reader.instance));
-                    now.report(|| {
-                        format!(
-                            "request {request} on {name} lost its blocks, but {reader} may read \
-                             them for its request {load}"
-                        )
-                    });
-                }
-                let is_read = |at: &BlockRef| now.state.block(who.instance, *at).reads > 0;
-                if let Some(block) = BlockRef::all(blocks).find(is_read) {
-                    let name = now.name(who.instance);
-                    now.report(|| {
-                        format!(
-                            "{block} of request {request} on {name} went to another owner while a \
-                             write reads it"
-                        )
-                    });
-                }
+            Observation::Freed { who, request, blocks } => {
+                self.given_up(now, (*who, request), blocks, true);
+            }
+            Observation::Taken { who, request, blocks } => {
+                self.given_up(now, (*who, request), blocks, false);
             }
             Observation::DecodeHook { who, hook } => self.hook(now, *who, hook),
             Observation::DecodeAnswer { who, answer } => match answer {

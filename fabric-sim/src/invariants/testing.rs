@@ -237,22 +237,10 @@ impl InvariantBench {
     /// The router hears a registration.
     pub(super) fn hear(&mut self, from: SimProcessId, role: Role, incarnation: u64) {
         let name = format!("i{}", from.instance);
-        let frame = &Frame::Register(Registration {
-            engine: name.as_str().into(),
-            incarnation: Incarnation(incarnation),
-            sequence: 1,
-            role,
-            mode: Mode::Push,
-            http: name.as_str().into(),
-            control: name.as_str().into(),
-            dp_rank: 0,
-            dp_size: 1,
-            tp: 1,
-            draining: false,
-            fit: None,
-            troubles: Vec::new(),
-            models: None,
-        });
+        let at = || name.as_str().into();
+        let (incarnation, engine) = (Incarnation(incarnation), name.as_str().into());
+        let said = Registration::new(engine, incarnation, role, Mode::Push, at(), at());
+        let frame = &Frame::Register(said);
         let to = SimProcessId::ROUTER;
         self.see(Observation::FrameSent { from, to, frame });
         self.see(Observation::FrameArrived { from, to, frame });

@@ -50,6 +50,20 @@ impl SimInstance {
     pub(super) fn is_current(&self, incarnation: u32) -> bool {
         self.incarnation == incarnation && self.process.is_some()
     }
+
+    /// Becomes its next incarnation; the switch to its other role, if that is one.
+    fn begin(&mut self) -> Option<RoleSwitch> {
+        self.returns = false;
+        self.spec = self.next();
+        let (becomes, switch) = (self.becomes.take(), self.switch.take());
+        self.incarnation = self.incarnation.wrapping_add(1);
+        let is_same = |switch: &RoleSwitch| switch.is_as_told() && becomes.is_none();
+        self.incarnation_number += match &switch {
+            Some(switch) if switch.is_told() && !is_same(switch) => 2,
+            _ => 1,
+        };
+        switch
+    }
 }
 
 #[derive(Debug)]
@@ -141,15 +155,7 @@ impl Simulation {
         if instance.process.is_some() {
             return;
         }
-        instance.returns = false;
-        instance.spec = instance.next();
-        let (becomes, switch) = (instance.becomes.take(), instance.switch.take());
-        instance.incarnation = instance.incarnation.wrapping_add(1);
-        let is_same = |switch: &RoleSwitch| switch.is_as_told() && becomes.is_none();
-        instance.incarnation_number += match &switch {
-            Some(switch) if switch.is_told() && !is_same(switch) => 2,
-            _ => 1,
-        };
+        let switch = instance.begin();
         let (spec, incarnation, node) =
             (instance.spec.clone(), instance.incarnation, instance.node);
         let who = self.who(index);

@@ -17,6 +17,7 @@ mod serve;
 pub mod sidecar;
 #[cfg(feature = "simulator")]
 pub mod simulator;
+mod spans;
 mod tls;
 
 pub use cli::main;

@@ -11,7 +11,10 @@ mod listeners;
 mod meters;
 mod offers;
 mod plane;
+pub mod record;
 mod setup;
+mod transfer_log;
+mod transfer_spans;
 mod trust;
 
 pub(crate) use fabric_args::{BackendArg, FabricArg, mori_settings};
@@ -30,4 +33,5 @@ pub use offers::{AnsweredLeg, PrefillOffer};
 pub use plane::PlaneConfig;
 pub(crate) use plane::StartedPlane;
 pub(crate) use setup::{RankSetup, log_refusal, log_router, log_violation};
+pub(crate) use transfer_log::{KEPT, TransferLog};
 pub(crate) use trust::{InstanceTrust, TrustSettings};

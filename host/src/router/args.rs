@@ -3,6 +3,7 @@
 use super::static_instances::StaticArgs;
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
+use crate::spans::SpanArgs;
 use crate::tls::{LegAuthorities, TlsArgs};
 use clap::Args;
 use hyper::header::HeaderValue;
@@ -55,6 +56,8 @@ pub(crate) struct RouterArgs {
     pub(crate) json: bool,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
+    #[command(flatten)]
+    pub(crate) spans: SpanArgs,
     /// A registration that is not repeated for this many seconds is dropped
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     pub(crate) expiry: f64,

@@ -4,6 +4,8 @@ use super::error::HttpError;
 use super::http_adapter::{ClientEvent, ClientGone, PartBody, RouterAddr};
 use super::merge::StreamMerger;
 use super::relay::StreamRelay;
+use super::request_spans;
+use crate::spans::OpenSpan;
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::body::{Body, Frame};
@@ -41,6 +43,8 @@ pub(crate) struct ClientBody {
     between_events: bool,
     ended: bool,
     _guard: ClientGuard,
+    /// Of the request, until its answer has ended.
+    span: Option<OpenSpan>,
 }
 
 impl ClientBody {
@@ -49,7 +53,7 @@ impl ClientBody {
         parts: usize,
         events: mpsc::Receiver<ClientEvent>,
         merger: Option<StreamMerger>,
-        guard: ClientGuard,
+        (guard, span): (ClientGuard, Option<OpenSpan>),
     ) -> ClientBody {
         ClientBody {
             events,
@@ -61,6 +65,7 @@ impl ClientBody {
             between_events: true,
             ended: false,
             _guard: guard,
+            span,
         }
     }
 
@@ -98,7 +103,12 @@ impl ClientBody {
                 merger.finish(&mut self.queue);
             }
         }
-        self.ended |= self.left == 0;
+        if self.left == 0 {
+            self.ended = true;
+            if let Some(span) = self.span.take() {
+                span.end("done");
+            }
+        }
     }
 
     /// Ends the stream with an event that says why.
@@ -107,6 +117,9 @@ impl ClientBody {
             self.queue.push_back(Bytes::from_static(b"\n\n"));
         }
         self.queue.push_back(why.event());
+        if let Some(span) = self.span.take() {
+            request_spans::refused(span, why);
+        }
         self.relays.clear();
         self.ended = true;
     }

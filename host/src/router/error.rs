@@ -100,6 +100,13 @@ impl HttpError {
         HttpError::new(status, &format!("the instance answered with status {status}: {shown}"))
     }
 
+    /// What the error object says; nothing if an instance made one without a message.
+    pub(crate) fn message(&self) -> String {
+        let object: serde_json::Value = serde_json::from_slice(&self.body).unwrap_or_default();
+        let message = object["error"]["message"].as_str().or_else(|| object["message"].as_str());
+        message.unwrap_or_default().to_owned()
+    }
+
     /// The same as an event of a stream that had begun, and the end of the stream.
     pub(crate) fn event(&self) -> Bytes {
         let mut event = Vec::with_capacity(self.body.len() + 32);

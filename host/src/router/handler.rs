@@ -11,7 +11,9 @@ use super::http_adapter::{ClientEvent, HttpAdapter, MAILBOX, PartBody, SubmitReq
 use super::leg::{REQUEST_ID, ResponseHead};
 use super::merge::{self, PartAnswer, StreamMerger};
 use super::metrics::{self, Counted, RouterMetrics};
+use super::request_spans::{self, LegTracer};
 use super::routed_request::RoutedRequest;
+use crate::spans::{OpenSpan, SpanTracer, bounded};
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -36,6 +38,8 @@ pub(crate) struct RequestHandler {
     pub(crate) core: MailboxSender<Driver<HttpAdapter>>,
     pub(crate) settings: Arc<HttpSettings>,
     pub(crate) metrics: RouterMetrics,
+    /// None unless a collector of spans is named.
+    pub(crate) tracer: Option<SpanTracer>,
     pub(crate) next_client: AtomicU64,
     pub(crate) bodies: Arc<BodyBudget>,
     /// Clients are to come again by another connection, which another router may take.
@@ -49,7 +53,14 @@ impl RequestHandler {
         let id = request_id(api, request.headers());
         // A client that leaves drops this future.
         let in_flight = Counted::begin(&self.metrics.in_flight);
-        let mut response = match self.answer(api, request).await {
+        let headers = request.headers();
+        let mut span =
+            self.tracer.as_ref().map(|tracer| request_spans::begin(tracer, api, headers, &id));
+        let answer = self.answer(api, request, &mut span).await;
+        if let Some(span) = span {
+            request_spans::answered(span, answer.as_ref().map(Response::status));
+        }
+        let mut response = match answer {
             Ok(response) => response,
             Err(refusal) => refusal.into_response(),
         };
@@ -64,7 +75,13 @@ impl RequestHandler {
         response
     }
 
-    async fn answer(&self, api: Api, request: Request<Body>) -> Result<Response, HttpError> {
+    /// The answer, with the span of the request taken if that goes on as long as a stream.
+    async fn answer(
+        &self,
+        api: Api,
+        request: Request<Body>,
+        span: &mut Option<OpenSpan>,
+    ) -> Result<Response, HttpError> {
         let (parts, body) = request.into_parts();
         check_type(&parts.headers)?;
         let limits = &self.settings.limits;
@@ -81,16 +98,30 @@ impl RequestHandler {
         let (asked, prompts) =
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
         let own = self.settings.authorization.as_ref();
-        let job = Arc::new(RoutedRequest::new((asked, held), &parts.headers, own));
+        let spans = self.leg_tracer(&asked, span.as_mut());
+        let job = Arc::new(RoutedRequest::new((asked, held), &parts.headers, own, spans));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
         let place = self.core.reserve().ok_or_else(overload)?;
         let guard = ClientGuard { core: self.core.address().clone(), client };
         self.core.post(SubmitRequest { client, job: job.clone(), prompts, events: sender }, place);
         match job.asked.stream {
-            true => streamed(&job.asked, events, guard).await,
+            true => streamed(&job.asked, events, guard, span).await,
             false => whole(&job.asked, events, guard).await,
         }
+    }
+
+    fn leg_tracer(
+        &self,
+        asked: &GenerationRequest,
+        span: Option<&mut OpenSpan>,
+    ) -> Option<LegTracer> {
+        let (tracer, span) = self.tracer.clone().zip(span)?;
+        if let Some(model) = &asked.model {
+            span.set("gen_ai.request.model", bounded(model).to_owned());
+        }
+        span.set("kvferry.parts", asked.parts.len() as i64);
+        Some(LegTracer { tracer, request: span.context().clone() })
     }
 
     async fn body(&self, body: Body, held: &mut BodyBytes) -> Result<Bytes, HttpError> {
@@ -217,6 +248,7 @@ async fn streamed(
     asked: &GenerationRequest,
     mut events: mpsc::Receiver<ClientEvent>,
     guard: ClientGuard,
+    span: &mut Option<OpenSpan>,
 ) -> Result<Response, HttpError> {
     let (part, head, body, cached) = match events.recv().await.ok_or_else(lost)? {
         ClientEvent::Part { part, head, body, cached } => (part, head, body, cached),
@@ -226,7 +258,11 @@ async fn streamed(
     // One stream is only looked into if there is something to put into it.
     let merger = (asked.is_split() || cached.is_some())
         .then(|| StreamMerger::new(asked.parts.iter().map(|part| part.sample == 0)));
-    let mut streams = ClientBody::new(asked.parts.len(), events, merger, guard);
+    let mut span = span.take();
+    if let Some(span) = &mut span {
+        request_spans::streaming(span, head.status);
+    }
+    let mut streams = ClientBody::new(asked.parts.len(), events, merger, (guard, span));
     streams.add(part, body, cached);
     Ok(response(head, Body::new(streams)))
 }
@@ -270,6 +306,7 @@ mod tests {
             core: MailboxSender::new(core, places),
             settings,
             metrics,
+            tracer: None,
             next_client: AtomicU64::default(),
             bodies: BodyBudget::new(1 << 24),
             is_draining: AtomicBool::default(),

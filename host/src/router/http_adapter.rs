@@ -12,8 +12,10 @@ use super::params::TransferUid;
 use super::pool::{ConnectionPool, PooledBody};
 use super::probe::{self, ProbeOrder};
 use super::relay::{StreamEnd, StreamRelay};
-use super::routed_request::{RoutedRequest, is_alone, order, role_of};
+use super::request_spans::{LegTracer, leg_failed};
+use super::routed_request::{RoutedRequest, is_alone, order, role_of, transfer_of};
 use crate::instance::{ReportedFailure, find_failure};
+use crate::spans::OpenSpan;
 use actix::{Addr, Context, Handler, Message};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -104,6 +106,8 @@ struct ClientState {
 struct PartState {
     /// What the legs of its last attempt are called by.
     unique: Option<(TransferId, TransferUid)>,
+    /// Attempts so far.
+    attempts: u32,
     /// Prompt tokens that the prefill had cached.
     cached: Option<u64>,
     /// When the prefill of its last attempt answered.
@@ -125,6 +129,7 @@ struct InFlightLeg {
     task: JoinHandle<()>,
     /// Cuts the stream when it is dropped.
     cut: Option<oneshot::Sender<()>>,
+    span: Option<OpenSpan>,
 }
 
 /// Turns effects of the router core into legs, and what becomes of them into inputs.
@@ -157,8 +162,12 @@ impl HttpAdapter {
         Driver::start(adapter, router, None, clock)
     }
 
-    fn leg_ended(&self, role: Role, outcome: &'static str) {
-        self.metrics.legs.get_or_create(&LegLabels { role: role_name(role), outcome }).inc();
+    fn leg_ended(&self, running: &mut InFlightLeg, outcome: &'static str) {
+        if let Some(span) = running.span.take() {
+            span.end(outcome);
+        }
+        let role = role_name(running.role);
+        self.metrics.legs.get_or_create(&LegLabels { role, outcome }).inc();
     }
 
     fn dispatch(&mut self, sent: LegDispatch) {
@@ -173,7 +182,8 @@ impl HttpAdapter {
             Role::Prefill => pair.prefill.native || pair.is_static(),
             Role::Decode => (pair.decode.native || pair.is_static()) && !is_alone(&body),
         };
-        let Some(order) = self.order(client, part, &http, &pair, &body) else { return };
+        let made = self.order(client, part, (&engine, &http), &pair, &body);
+        let Some((order, span)) = made else { return };
         let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());
         if let Some(client) = self.clients.get_mut(&client) {
             times.queue.observe((sent - client.arrived).as_secs_f64());
@@ -200,52 +210,53 @@ impl HttpAdapter {
             times,
             task,
             cut: None,
+            span,
         };
         self.legs.insert(leg, running);
     }
 
-    /// The request of a leg; none if its client has gone.
+    /// The request of a leg, and its span if it is traced; none if its client has gone.
     fn order(
         &mut self,
         client: ClientId,
         part: usize,
-        http: &Endpoint,
+        (engine, http): (&EngineId, &Endpoint),
         pair: &InstancePair,
         body: &LegBody,
-    ) -> Option<Result<HttpLegRequest, String>> {
+    ) -> Option<(Result<HttpLegRequest, String>, Option<OpenSpan>)> {
         let client = self.clients.get_mut(&client)?;
-        let (LegBody::Prefill {
-            transfer: kvferry_engine::core::message::PrefillLeg { key, .. },
-            ..
-        }
-        | LegBody::Decode {
-            transfer: kvferry_engine::core::message::DecodeLeg { key, .. },
-            ..
-        }) = body;
+        let (key, _) = transfer_of(body);
         let state = &mut client.parts[part];
         let unique = match &state.unique {
             Some((id, unique)) if *id == key.id => *unique,
-            _ => state.unique.insert((key.id.clone(), TransferUid(rand::random()))).1,
+            _ => {
+                state.attempts += 1;
+                state.unique.insert((key.id.clone(), TransferUid(rand::random()))).1
+            }
         };
-        Some(order(&client.job, part, http, (pair, body), (unique, &self.settings.proof)))
+        let attempt = (unique, state.attempts);
+        let begin = |spans: &LegTracer| spans.begin((engine, http), (pair, body), attempt);
+        let span = client.job.spans.as_ref().map(begin);
+        let (above, proof) = (span.as_ref().map(OpenSpan::context), &self.settings.proof);
+        Some((order(&client.job, part, http, (pair, body), (unique, proof, above)), span))
     }
 
     fn whole(&mut self, leg: LegId, head: ResponseHead, body: Bytes, out: &mut RouterInputQueue) {
-        let Some(running) = self.legs.remove(&leg) else { return };
+        let Some(mut running) = self.legs.remove(&leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let part = running.part;
         if running.role == Role::Prefill {
             running.times.first_token.observe(running.sent.elapsed().as_secs_f64());
             client.parts[part].prefilled = Some(Instant::now());
             client.parts[part].cached = merge::cached(&body);
-            return self.prefilled(leg, &running, &body, out);
+            return self.prefilled(leg, &mut running, &body, out);
         }
         let cached = client.parts[part].cached;
         let told = if running.reports_failures { find_failure(&body) } else { None };
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
         let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
-        self.decoded(leg, &running, told, out);
+        self.decoded(leg, &mut running, told, out);
     }
 
     /// A decode leg ended well, with KV or, as it may tell, without, be it for a cause that is
@@ -253,14 +264,18 @@ impl HttpAdapter {
     fn decoded(
         &self,
         leg: LegId,
-        running: &InFlightLeg,
+        running: &mut InFlightLeg,
         told: Option<ReportedFailure>,
         out: &mut RouterInputQueue,
     ) {
-        self.leg_ended(Role::Decode, "done");
         let Some(ReportedFailure { failure: Some(failure), .. }) = told else {
+            self.leg_ended(running, "done");
             return out.push_back(leg_input(leg, done()));
         };
+        if let Some(span) = &mut running.span {
+            span.set("kvferry.recomputed", failure.kind());
+        }
+        self.leg_ended(running, "done");
         tracing::warn!(%leg, engine = %running.engine, client = %running.client, %failure,
             "decode computed a prompt itself");
         let event = LegEvent::Done { reason: FinishReason::Length, recomputed: Some(failure) };
@@ -270,7 +285,7 @@ impl HttpAdapter {
     fn prefilled(
         &mut self,
         leg: LegId,
-        running: &InFlightLeg,
+        running: &mut InFlightLeg,
         body: &[u8],
         out: &mut RouterInputQueue,
     ) {
@@ -285,19 +300,19 @@ impl HttpAdapter {
             return self.failed(leg, running, fault, out);
         }
         if !running.wants_params {
-            self.leg_ended(Role::Prefill, "done");
+            self.leg_ended(running, "done");
             return out.push_back(leg_input(leg, done()));
         }
         match serde_json::from_slice::<PrefillResponse<'_>>(body) {
             Ok(PrefillResponse { kv_transfer_params: Some(params) }) if params.get() != "null" => {
-                self.leg_ended(Role::Prefill, "done");
+                self.leg_ended(running, "done");
                 let params = params.get().into();
                 out.push_back(leg_input(leg, LegEvent::Prefilled { params }));
             }
             Ok(_) => {
                 tracing::warn!(%leg, engine = %running.engine,
                     "prefill answered without kv_transfer_params: decode computes the prompt");
-                self.leg_ended(Role::Prefill, "done");
+                self.leg_ended(running, "done");
                 out.push_back(leg_input(leg, done()));
             }
             Err(why) => {
@@ -322,6 +337,9 @@ impl HttpAdapter {
         let part = running.part;
         let now = Instant::now();
         running.times.first_token.observe((now - running.sent).as_secs_f64());
+        if let Some(span) = &mut running.span {
+            span.event("first_token");
+        }
         if let Some(prefilled) = client.parts[part].prefilled {
             running.times.transfer.observe((now - prefilled).as_secs_f64());
         }
@@ -342,14 +360,14 @@ impl HttpAdapter {
         heard: Option<ReportedFailure>,
         out: &mut RouterInputQueue,
     ) {
-        let Some(running) = self.legs.remove(&leg) else { return };
+        let Some(mut running) = self.legs.remove(&leg) else { return };
         match end {
-            Ok(()) => self.decoded(leg, &running, heard, out),
+            Ok(()) => self.decoded(leg, &mut running, heard, out),
             Err(why) => {
                 let message = format!("decode {}: the stream broke off: {why}", running.engine);
                 let refusal = HttpError::new(StatusCode::BAD_GATEWAY, &message);
                 let fault = LegError { failure: LegFailure::Connection, refusal };
-                self.failed(leg, &running, fault, out);
+                self.failed(leg, &mut running, fault, out);
             }
         }
     }
@@ -357,14 +375,17 @@ impl HttpAdapter {
     fn failed(
         &mut self,
         leg: LegId,
-        running: &InFlightLeg,
+        running: &mut InFlightLeg,
         fault: LegError,
         out: &mut RouterInputQueue,
     ) {
         let LegError { failure, refusal } = fault;
         tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
             client = %running.client, %failure, "leg failed");
-        self.leg_ended(running.role, "failed");
+        if let Some(span) = running.span.take() {
+            leg_failed(span, &failure);
+        }
+        self.leg_ended(running, "failed");
         if let Some(client) = self.clients.get_mut(&running.client) {
             client.fault = Some(refusal);
         }
@@ -463,8 +484,8 @@ impl PlaneAdapter for HttpAdapter {
                 self.dispatch(LegDispatch { leg, client, engine, http, pair, body });
             }
             RouterEffect::CancelLeg { leg } => {
-                if let Some(running) = self.legs.remove(&leg) {
-                    self.leg_ended(running.role, "cancelled");
+                if let Some(mut running) = self.legs.remove(&leg) {
+                    self.leg_ended(&mut running, "cancelled");
                     running.task.abort();
                 }
             }
@@ -542,8 +563,8 @@ impl Handler<LegMessage> for Driver<HttpAdapter> {
             LegResult::Whole(head, body) => front.whole(leg, head, body, out),
             LegResult::Begun(head, first, body) => front.begun(leg, head, first, body, out),
             LegResult::Failed(fault) => {
-                if let Some(running) = front.legs.remove(&leg) {
-                    front.failed(leg, &running, fault, out);
+                if let Some(mut running) = front.legs.remove(&leg) {
+                    front.failed(leg, &mut running, fault, out);
                 }
             }
         });

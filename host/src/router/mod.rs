@@ -25,6 +25,7 @@ mod params;
 mod pool;
 mod probe;
 mod relay;
+mod request_spans;
 mod routed_request;
 mod server;
 mod sse;
@@ -49,6 +50,7 @@ use crate::instance::remedy;
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, open_files_max, raise_open_files,
 };
+use crate::spans::SpanTracer;
 use crate::tls::ServerCertificate;
 use axum::Router;
 use axum::body::Body;
@@ -60,6 +62,7 @@ use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::router::{RouterConfig, RouterInput};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
 use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
+use prometheus_client::registry::Registry;
 use std::io::{self, Write};
 use std::net::{SocketAddr, ToSocketAddrs};
 use std::sync::Arc;
@@ -92,9 +95,25 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let mut plane = if args.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
-    announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
-    let parts = RouterParts { plane, config, settings, statics, pool, certificate, times };
+    let [http, admin] = [bound[0].local_addr()?, bound[1].local_addr()?];
+    let (metrics, mut registry) = RouterMetrics::new();
+    let tracer = args.spans.tracer("kvferry-router", &http.to_string(), &mut registry)?;
+    announce(args, [http, admin], &discovery, out)?;
+    let parts = RouterParts {
+        plane,
+        config,
+        settings,
+        statics,
+        pool,
+        certificate,
+        times,
+        tracer: tracer.clone(),
+        metrics: (metrics, registry),
+    };
     actix::System::new().block_on(run(args, bound, parts))?;
+    if let Some(tracer) = tracer {
+        tracer.finish();
+    }
     Ok(Exit::HELD)
 }
 
@@ -156,6 +175,8 @@ struct RouterParts {
     /// What is shown to clients, if they are served over TLS.
     certificate: Option<ServerCertificate>,
     times: ShutdownTimes,
+    tracer: Option<SpanTracer>,
+    metrics: (RouterMetrics, Registry),
 }
 
 async fn run(
@@ -163,12 +184,12 @@ async fn run(
     [clients, operators]: [std::net::TcpListener; 2],
     parts: RouterParts,
 ) -> io::Result<()> {
-    let RouterParts { plane, config, settings, statics, pool, certificate, times } = parts;
+    let RouterParts { plane, config, settings, statics, pool, certificate, times, .. } = parts;
     let mut ends = ShutdownSignals::new()?;
     let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
     let clock = monotonic_clock();
-    let (metrics, registry) = RouterMetrics::new();
+    let (metrics, registry) = parts.metrics;
     let settings = Arc::new(settings);
     let expiry = Duration::from_nanos(config.expiry.0);
     let router = kvferry_engine::core::router::Router::new(config, Incarnation(rand::random()));
@@ -185,13 +206,13 @@ async fn run(
         core: MailboxSender::new(core.clone(), MAILBOX),
         settings,
         metrics: metrics.clone(),
+        tracer: parts.tracer,
         next_client,
         bodies: BodyBudget::new(args.bodies_max),
         is_draining: AtomicBool::default(),
     });
     let statics = statics.start(core.clone(), expiry);
-    let registry = registry.into();
-    let admin = Admin { handler: handler.clone(), pool, statics, registry, clock };
+    let admin = Admin { handler: handler.clone(), pool, statics, registry: registry.into(), clock };
     let (stop, stopped) = watch::channel(false);
     let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
     let [client_table, admin_table] = tables;

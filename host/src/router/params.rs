@@ -8,10 +8,12 @@
 
 use super::fields::{FieldEdit, JsonFields};
 use crate::instance::SealedLeg;
+use crate::spans::{PARENT_KEY, traceparent};
 use kvferry_engine::core::dialect::moriio::address::embed;
 use kvferry_engine::core::message::Mode;
 use kvferry_engine::core::router::{InstancePair, LegBody, PairMember};
 use kvferry_trust::FleetProof;
+use opentelemetry::trace::SpanContext;
 use serde::Serialize;
 use std::io::Write;
 
@@ -78,6 +80,18 @@ pub(crate) fn write(
             Ok(Some(leg(&pair.prefill, false, unique, native)))
         }
     }
+}
+
+/// The object with the span that the transfer is part of, for hosts: vLLM's servers tell their
+/// connectors no headers.
+///
+/// # Errors
+/// What is no object.
+pub(crate) fn with_span(params: String, span: &SpanContext) -> Result<String, String> {
+    let mut out = Vec::with_capacity(params.len() + 80);
+    let parent = format!("\"{}\"", traceparent(span));
+    JsonFields::parse(params.into())?.write(&[(PARENT_KEY, FieldEdit::Put(&parent))], &mut out);
+    String::from_utf8(out).map_err(|why| why.to_string())
 }
 
 /// A prefill leg that names nobody, as vLLM's NixlConnector takes it: what it answers is the leg of

@@ -4,17 +4,23 @@ use super::api::GenerationRequest;
 use super::body_budget::BodyBytes;
 use super::leg::{self, DP_RANK, HttpLegRequest, JSON, REQUEST_ID};
 use super::params::{self, TransferUid};
+use super::request_spans::LegTracer;
+use crate::spans::insert_context;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
-use kvferry_engine::core::message::Role;
+use kvferry_engine::core::ids::TransferKey;
+use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::{InstancePair, LegBody};
 use kvferry_engine::fabric::Endpoint;
 use kvferry_trust::FleetProof;
+use opentelemetry::trace::SpanContext;
 
 #[derive(Debug)]
 pub(crate) struct RoutedRequest {
     pub(crate) asked: GenerationRequest,
     /// Headers that all legs carry.
     pub(crate) headers: HeaderMap,
+    /// Begins the spans of its legs, if it is traced.
+    pub(crate) spans: Option<LegTracer>,
     /// The memory of its body, which is kept for legs that are sent again.
     _held: BodyBytes,
 }
@@ -25,6 +31,7 @@ impl RoutedRequest {
         (asked, held): (GenerationRequest, BodyBytes),
         client: &HeaderMap,
         own: Option<&HeaderValue>,
+        spans: Option<LegTracer>,
     ) -> RoutedRequest {
         let mut headers = HeaderMap::with_capacity(8);
         headers.insert(CONTENT_TYPE, JSON);
@@ -36,7 +43,7 @@ impl RoutedRequest {
                 headers.insert(name, value.clone());
             }
         }
-        RoutedRequest { asked, headers, _held: held }
+        RoutedRequest { asked, headers, spans, _held: held }
     }
 }
 
@@ -53,7 +60,15 @@ pub(super) fn role_of(body: &LegBody) -> Role {
     }
 }
 
-/// The request of a leg of one part.
+/// What the core calls the transfer of a leg, and who moves its bytes.
+pub(super) fn transfer_of(body: &LegBody) -> (&TransferKey, Mode) {
+    match body {
+        LegBody::Prefill { transfer, .. } => (&transfer.key, transfer.mode),
+        LegBody::Decode { transfer, .. } => (&transfer.key, transfer.mode),
+    }
+}
+
+/// The request of a leg of one part, which names `span` as the one that its transfer is part of.
 ///
 /// # Errors
 /// A prefill answer that is no object, or an address that no instance may have registered with.
@@ -62,7 +77,7 @@ pub(super) fn order(
     part: usize,
     http: &Endpoint,
     (pair, body): (&InstancePair, &LegBody),
-    (unique, proof): (TransferUid, &FleetProof),
+    (unique, proof, span): (TransferUid, &FleetProof, Option<&SpanContext>),
 ) -> Result<HttpLegRequest, String> {
     let mut headers = job.headers.clone();
     let id = match is_alone(body) {
@@ -77,7 +92,11 @@ pub(super) fn order(
     if to.dp_size > 1 {
         headers.insert(DP_RANK, to.dp_rank.into());
     }
-    let transfer = params::write(body, pair, unique, proof)?;
+    let mut transfer = params::write(body, pair, unique, proof)?;
+    if let Some(span) = span {
+        insert_context(&mut headers, span);
+        transfer = transfer.map(|params| params::with_span(params, span)).transpose()?;
+    }
     let prefill = role_of(body) == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer.as_deref()).into();

@@ -4,6 +4,7 @@ use crate::instance::limits::limits_given;
 use crate::instance::{FabricArg, Overrides, ProtocolLimits, TrustSettings};
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
+use crate::spans::SpanArgs;
 use clap::Args;
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use kvferry_engine::core::Nanos;
@@ -155,6 +156,8 @@ pub(crate) struct ServeArgs {
     pub(crate) moriio_only: bool,
     #[command(flatten)]
     pub(crate) logs: LogArgs,
+    #[command(flatten)]
+    pub(crate) spans: SpanArgs,
     /// Put KV into private memory, which peers reach by cross-memory attach, in place of a memory
     /// file that they map
     #[arg(long)]

@@ -4,6 +4,7 @@ use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, pe
 use super::kv_content;
 use super::openai::{CompletionRequest, CompletionResponse, failed};
 use crate::instance::{AnsweredLeg, InstanceIdentity, metrics_page};
+use crate::spans::parent_of;
 use actix::Addr;
 use axum::Json;
 use axum::body::Bytes;
@@ -36,6 +37,8 @@ pub(super) struct HandlerState {
     /// The models that it takes requests for; empty for any.
     pub(super) served: Vec<String>,
     pub(super) registry: Registry,
+    /// Transfers are traced.
+    pub(super) is_traced: bool,
     pub(super) draining: AtomicBool,
     pub(super) requests: AtomicU64,
 }
@@ -164,7 +167,8 @@ async fn begin(
     let peer = peer(&leg);
     let place = shared.instance.reserve().ok_or(LegFailure::Busy)?;
     let (body, leg) = (leg, LegId(number + 1));
-    let start = StartLeg { leg, request: id.clone(), prompt, body, replies: sender };
+    let parent = if shared.is_traced { parent_of(headers) } else { None };
+    let start = StartLeg { leg, request: id.clone(), prompt, body, parent, replies: sender };
     shared.instance.post(start, place);
     let serving = InFlightRequest {
         guard: LegGuard { instance: shared.instance.address().clone(), leg: Some(leg) },
@@ -301,7 +305,8 @@ mod tests {
         let clock: Clock = Arc::new(|| Nanos(1));
         let core = CoreConfig::new(Role::Decode, "d", Incarnation(1), geometry.clone(), "".into());
         let (memory, layers) = (InstanceKv::new(geometry, vec![rank]), plan.model.layers);
-        let parts = ServerParts { engine, memory, clock, layers, ranks: 1, metrics };
+        let parts =
+            ServerParts { engine, memory, clock, layers, ranks: 1, metrics, transfers: None };
         let host = InstanceServer::start(parts, InstanceBuilder::new(core));
         let text = "host:127.0.0.1,handshake:1,notify:2";
         let address = ZmqAddress::parse(text).expect("an address");
@@ -311,6 +316,7 @@ mod tests {
             model: "m".into(),
             served: Vec::new(),
             registry,
+            is_traced: false,
             draining: AtomicBool::new(false),
             requests: AtomicU64::new(0),
         })

@@ -4,7 +4,7 @@
 use super::kv_content::InstanceKv as Memory;
 use super::metrics::InstanceMetrics;
 use super::openai;
-use crate::instance::{FailureNotice, log_refusal, log_router, log_violation};
+use crate::instance::{FailureNotice, TransferLog, log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
 use kvferry_engine::actors::{
     Clock, EffectHandler, InputQueue, InstanceBuilder, InstanceDriver, MailboxSender,
@@ -16,10 +16,12 @@ use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, RouterEvent, TransferJob,
+    TransferReport,
 };
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
-use kvferry_engine::core::{Machine, Outbox};
+use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
+use opentelemetry::trace::SpanContext;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -52,6 +54,8 @@ pub(super) struct StartLeg {
     pub(super) request: RequestId,
     pub(super) prompt: PromptContent,
     pub(super) body: LegBody,
+    /// The span that its transfer is part of.
+    pub(super) parent: Option<SpanContext>,
     pub(super) replies: Sender<LegReply>,
 }
 
@@ -113,6 +117,8 @@ pub(super) struct ServerParts {
     pub(super) layers: u16,
     pub(super) ranks: u16,
     pub(super) metrics: InstanceMetrics,
+    /// If transfers are traced.
+    pub(super) transfers: Option<TransferLog>,
 }
 
 /// The server. It sends itself one message per step under way, and each leg one when its caller
@@ -139,6 +145,12 @@ impl InstanceServer {
         MailboxSender::new(actor, MAILBOX)
     }
 
+    fn trace(&mut self, watch: impl FnOnce(&mut TransferLog, Nanos)) {
+        if let Some(transfers) = &mut self.parts.transfers {
+            watch(transfers, (self.parts.clock)());
+        }
+    }
+
     fn run(&mut self, input: EngineInput, starting: Option<LegId>, out: &mut InputQueue<Instance>) {
         let now = (self.parts.clock)();
         self.parts.engine.handle(now, input, &mut self.out);
@@ -146,6 +158,7 @@ impl InstanceServer {
             match effect {
                 EngineEffect::Prefill(hook) => self.on_prefill(hook, starting, out),
                 EngineEffect::Decode(hook) => {
+                    self.trace(|transfers, now| _ = transfers.decode(now, &hook));
                     if let (Some(leg), DecodeHook::Arrived { request, .. }) = (starting, &hook) {
                         self.named(leg, request);
                     }
@@ -181,6 +194,7 @@ impl InstanceServer {
         starting: Option<LegId>,
         out: &mut InputQueue<Instance>,
     ) {
+        self.trace(|transfers, now| transfers.prefill(now, &hook));
         match (&hook, starting) {
             (PrefillHook::Arrived { request, .. }, Some(leg)) => self.named(leg, request),
             (PrefillHook::Scheduled { chunks, .. }, _) => {
@@ -300,17 +314,28 @@ fn append(have: &mut Vec<BlockList>, more: &[BlockList]) {
 
 impl EffectHandler for InstanceServer {
     fn prefill(&mut self, answer: PrefillAnswer, out: &mut InputQueue<Instance>) {
+        self.trace(|transfers, now| _ = transfers.prefill_answer(now, &answer));
         self.run(EngineInput::Prefill(answer), None, out);
     }
 
     fn decode(&mut self, answer: DecodeAnswer, out: &mut InputQueue<Instance>) {
+        self.trace(|transfers, now| _ = transfers.decode_answer(now, &answer));
         self.run(EngineInput::Decode(answer), None, out);
     }
 
     fn job(&mut self, job: &TransferJob) {
+        self.trace(|transfers, now| transfers.job(now, job));
         if matches!(job, TransferJob::Write { .. } | TransferJob::Read { .. }) {
             self.parts.metrics.flows.inc();
         }
+    }
+
+    fn report(&mut self, _: u16, report: &TransferReport) {
+        self.trace(|transfers, now| transfers.report(now, report));
+    }
+
+    fn speaks_moriio(&mut self, request: &RequestId) {
+        self.trace(|transfers, _| transfers.speaks_moriio(request));
     }
 
     fn router(&mut self, news: &RouterEvent) {
@@ -339,7 +364,7 @@ impl Handler<StartLeg> for InstanceActor {
     type Result = ();
 
     fn handle(&mut self, start: StartLeg, context: &mut Context<Self>) {
-        let StartLeg { leg, request, prompt, body, replies: news } = start;
+        let StartLeg { leg, request, prompt, body, parent, replies: news } = start;
         let (content, blocks) = (prompt.clone(), Vec::new());
         let peer = peer(&body);
         let (expected, digest) = (None, None);
@@ -350,6 +375,7 @@ impl Handler<StartLeg> for InstanceActor {
             server.legs.insert(leg, entry);
             server.parts.metrics.legs.inc();
             server.parts.metrics.open.inc();
+            server.trace(|transfers, _| transfers.set_parent(|| parent));
             let input = EngineInput::Leg { leg, request, prompt, body, stop: false };
             server.run(input, Some(leg), out);
         });

@@ -16,11 +16,12 @@ pub(crate) use args::ServeArgs;
 
 use crate::instance::{
     ControlListeners, CounterSource, FabricArg, InstanceIdentity, InstanceTrust, ListenAddresses,
-    PlaneConfig, PlaneMeter, RankSetup, StartedPlane, incarnations,
+    PlaneConfig, PlaneMeter, RankSetup, StartedPlane, TransferLog, incarnations,
 };
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, raise_open_files,
 };
+use crate::spans::SpanTracer;
 use actix::{Addr, System};
 use args::ServePlan;
 use instance::{DrainInstance, InstanceActor, InstanceServer, ServerParts};
@@ -38,6 +39,7 @@ use kvferry_scenarios::decide;
 use kvferry_scenarios::engine::{EngineConfig, SimEngine};
 use memory::Backing;
 use metrics::InstanceMetrics;
+use prometheus_client::registry::Registry;
 use serde::Serialize;
 use std::io::Write;
 use std::sync::Arc;
@@ -98,7 +100,8 @@ async fn serve(
         (0..config.geometry.tp).map(|rank| rank_parts(args, plan, (&config, &trust.peers), rank));
     let ranks = ranks.collect::<Result<Vec<_>, CommandError>>()?;
     let meters = ranks.iter().map(|rank| CounterSource::Here(rank.meter.clone())).collect();
-    let (metrics, registry) = InstanceMetrics::new(meters, admitted);
+    let (metrics, mut registry) = InstanceMetrics::new(meters, admitted);
+    let (tracer, transfers) = traced(args, &address, &config, &mut registry)?.unzip();
     let own = InstanceIdentity {
         role: config.role,
         mode: config.mode,
@@ -111,13 +114,14 @@ async fn serve(
         moriio_only: args.moriio_only,
         proof,
     };
-    let instance = start(plan, config, plane, ranks, metrics.clone())?;
+    let instance = start(plan, config, plane, ranks, (metrics.clone(), transfers))?;
     let shared = Arc::new(http::HandlerState {
         instance: instance.clone(),
         own,
         model: plan.model.name.clone(),
         served: args.served_model_name.clone(),
         registry,
+        is_traced: tracer.is_some(),
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
     });
@@ -135,7 +139,23 @@ async fn serve(
     let stop = stopped(ends, instance.address().clone(), shared, metrics);
     let listener = PatientListener::new(listener, "requests");
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
+    tracer.iter().for_each(SpanTracer::finish);
     Ok(Exit::HELD)
+}
+
+/// What begins spans, and what has one made of each transfer, if a collector is named.
+fn traced(
+    args: &ServeArgs,
+    address: &str,
+    config: &CoreConfig,
+    registry: &mut Registry,
+) -> Result<Option<(SpanTracer, TransferLog)>, CommandError> {
+    let tracer = args.spans.tracer("kvferry-serve", address, registry)?;
+    Ok(tracer.map(|tracer| {
+        // It keeps none but those under way.
+        let transfers = TransferLog::new(config.role, config.mode, config.geometry.tp, 1);
+        (tracer.clone(), transfers.with_spans(tracer))
+    }))
 }
 
 async fn listen(host: &str, port: u16) -> Result<TcpListener, CommandError> {
@@ -224,7 +244,7 @@ fn start(
     config: CoreConfig,
     wire: Box<dyn ControlPlane>,
     ranks: Vec<ServeRank>,
-    metrics: InstanceMetrics,
+    (metrics, transfers): (InstanceMetrics, Option<TransferLog>),
 ) -> Result<MailboxSender<InstanceActor>, CommandError> {
     let engine = engine(plan, config.incarnation)?;
     let clock = monotonic_clock();
@@ -237,7 +257,7 @@ fn start(
     }
     let (layers, ranks) = (plan.model.layers, geometry.tp);
     let memory = InstanceKv::new(geometry, memories);
-    let parts = ServerParts { engine, memory, clock, layers, ranks, metrics };
+    let parts = ServerParts { engine, memory, clock, layers, ranks, metrics, transfers };
     Ok(InstanceServer::start(parts, instance))
 }
 

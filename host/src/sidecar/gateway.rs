@@ -10,11 +10,11 @@ use super::record::{TransferRecord, TransferTrace};
 use super::socket::ServesClients;
 use super::spec::{ServingEngine, ServingWorker};
 use super::start::{self, StartedEngine};
-use super::transfer_log::{KEPT, TransferLog};
 use crate::instance::{
-    InstanceIdentity, PlaneCounters, PrefillOffer, log_refusal, log_router, log_violation,
-    metrics_text,
+    InstanceIdentity, KEPT, PlaneCounters, PrefillOffer, TransferLog, log_refusal, log_router,
+    log_violation, metrics_text,
 };
+use crate::spans::parent_in;
 use actix::{AsyncContext, Handler, Message};
 use kvferry_engine::actors::{
     Clock, Driver, EffectHandler, InputQueue, InstanceAdapter, InstanceBuilder, InstanceDriver,
@@ -248,9 +248,10 @@ impl Gateway {
         let StartedEngine { instance, own, engine: name, incarnation, .. } = started;
         let StartedEngine { lease, tallies, worker_plans: away, memory, trust, .. } = started;
         let (address, lease_ms) = (own.address.clone(), lease.0 / 1_000_000);
-        let records = TransferLog::new(own.role, own.mode, engine.tp, KEPT);
         let moved_by = (engine.settings.backend(), engine.settings.transfer(), memory);
-        let metrics = SidecarMetrics::new(own.role, own.mode, moved_by, (tallies, trust));
+        let mut metrics = SidecarMetrics::new(own.role, own.mode, moved_by, (tallies, trust));
+        let records = TransferLog::new(own.role, own.mode, engine.tp, KEPT);
+        let records = metrics.traced(records, &name);
         let (engine, kept, versions) = (name, (0, 0), VersionRange::OWN);
         let ranks = away.iter().map(|plan| plan.rank).collect();
         let offer = (own.role == Role::Prefill).then(|| Box::new(own.offer()));
@@ -260,10 +261,8 @@ impl Gateway {
         self.serving = Some(ActiveEngine { own, engine, records, metrics, pending, kept, offer });
         for plan in away {
             let rank = plan.rank;
-            self.send_to(
-                |part| part == ConnectorRole::Transfer(rank),
-                &FromHost::Begin(Box::new(plan)),
-            );
+            let to = |part| part == ConnectorRole::Transfer(rank);
+            self.send_to(to, &FromHost::Begin(Box::new(plan)));
         }
         Ok(Some(instance))
     }
@@ -360,7 +359,8 @@ impl Gateway {
         is_refused: bool,
         out: &mut InputQueue<Instance>,
     ) {
-        let Some(ActiveEngine { own, .. }) = &self.serving else { return };
+        let Some(ActiveEngine { own, records, .. }) = &mut self.serving else { return };
+        records.set_parent(|| parent_in(params));
         let json: Result<Box<RawValue>, _> = serde_json::from_str(params);
         let leg = json.map_err(|why| why.to_string());
         match leg.and_then(|json| own.leg(&request, Some(&json), 1)) {
@@ -563,6 +563,9 @@ impl Handler<DrainSidecar> for GatewayActor {
 
     fn handle(&mut self, _: DrainSidecar, context: &mut Self::Context) {
         self.with_adapter(context, |_, out| out.push_back(InstanceInput::Drain));
+        if let Some(ActiveEngine { records, .. }) = &self.adapter_and_machine().0.outlet.serving {
+            records.finish();
+        }
     }
 }
 

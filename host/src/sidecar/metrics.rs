@@ -4,15 +4,17 @@ use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
 use crate::instance::{
     CounterSource, CutCollector, InputCollector, InstanceTrust, PATHS, PlaneCollector,
-    PlaneCounters, metrics_answer, metrics_text,
+    PlaneCounters, TransferLog, metrics_answer, metrics_text,
 };
 use crate::process::PatientListener;
+use crate::spans::SpanArgs;
 use actix::{Message, Recipient};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use kvferry_engine::core::decode::VerifyCounters;
+use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{Mode, Role, RouterEvent};
 use kvferry_engine::core::time::Nanos;
@@ -150,6 +152,20 @@ impl SidecarMetrics {
         let version = env!("CARGO_PKG_VERSION");
         info.get_or_create(&InfoLabels { backend, transfer, memory, version }).set(1);
         all.register("info", "What moves the bytes, and how it reaches the KV", info);
+    }
+
+    /// Has the transfers traced, if a collector is named. The variables by which it is are the
+    /// server's, too: with some that cannot be used there are no spans, and the engine is served.
+    pub(super) fn traced(&mut self, transfers: TransferLog, engine: &EngineId) -> TransferLog {
+        let args = SpanArgs::default();
+        match args.tracer("kvferry-host", &engine.to_string(), &mut self.registry) {
+            Ok(Some(tracer)) => transfers.with_spans(tracer),
+            Ok(None) => transfers,
+            Err(why) => {
+                tracing::warn!(%why, "transfers have no spans");
+                transfers
+            }
+        }
     }
 
     /// Takes what becomes of the registrations.

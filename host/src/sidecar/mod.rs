@@ -23,7 +23,6 @@ mod pool_peers;
 mod pool_settings;
 pub mod proto;
 pub mod rank;
-pub mod record;
 pub mod settings;
 mod socket;
 pub mod spec;
@@ -31,7 +30,6 @@ mod stage_metrics;
 mod stages;
 mod start;
 mod transfer_agent;
-mod transfer_log;
 
 pub use client::SidecarClient;
 pub(crate) use config::HostArgs;
@@ -43,8 +41,8 @@ pub use payload_link::{
 };
 pub use transfer_agent::TransferAgent;
 
-pub use crate::instance::PrefillOffer;
 use crate::instance::{FailureNotice, answered_leg, incarnations};
+pub use crate::instance::{PrefillOffer, record};
 use crate::process::logs::{self, LogArgs};
 use crate::process::{CommandError, Exit, ShutdownSignals, memory, raise_open_files};
 use actix::Handler;

@@ -1,5 +1,8 @@
 //! `kvferry host` beside two engines that this test plays: their schedulers, workers and memory.
 
+#[path = "../spans/collector.rs"]
+#[allow(dead_code, reason = "other test programs use the rest")]
+mod collector;
 mod device;
 mod observed;
 mod rig;
@@ -7,6 +10,7 @@ mod settings;
 #[path = "../sidecar_process/mod.rs"]
 #[allow(dead_code, reason = "other test programs use the rest")]
 mod sidecar_process;
+mod spans;
 mod versions;
 
 use kvferry::sidecar::SidecarClient;

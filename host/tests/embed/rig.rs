@@ -151,8 +151,11 @@ impl SidecarFixture {
     }
 }
 
+/// Below which span the transfers of a request are.
+pub(crate) const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
 pub(crate) fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) -> ToHost {
-    let params = serde_json::json!({ wanted: true, "kvferry": leg });
+    let params = serde_json::json!({ wanted: true, "kvferry": leg, "traceparent": PARENT });
     ToHost::Arrived {
         request: request.into(),
         params: params.to_string().into(),

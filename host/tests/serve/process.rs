@@ -24,9 +24,15 @@ impl ServeProcess {
 
     /// The same with another command that says in a line of JSON that it is ready.
     pub(crate) fn run(command: &str, args: &[&str]) -> ServeProcess {
+        ServeProcess::run_in(&[], command, args)
+    }
+
+    /// The same in an environment with these variables.
+    pub(crate) fn run_in(variables: &[(&str, &str)], command: &str, args: &[&str]) -> ServeProcess {
         let mut child = Command::new(env!("CARGO_BIN_EXE_kvferry"))
             .arg(command)
             .args(args)
+            .envs(variables.iter().copied())
             // For those over MoRI: its stand-in.
             .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim)
             .env("KVFERRY_MORI_WITHOUT_DEVICES", "1")
@@ -90,9 +96,14 @@ impl Drop for ServeProcess {
 
 /// Status and body of a POST.
 pub(crate) fn post(to: &str, path: &str, request: &str, body: &Value) -> (u16, String) {
+    post_with(to, path, &format!("x-request-id: {request}"), body)
+}
+
+/// The same with this line in the header.
+pub(crate) fn post_with(to: &str, path: &str, line: &str, body: &Value) -> (u16, String) {
     let body = body.to_string();
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx-request-id: {request}\r\n\
+        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{line}\r\n\
          content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     );

@@ -287,6 +287,7 @@ fn trace() -> TransferTrace {
         blocks: 2,
         bytes: Some(4_096),
         dialect: Some(SpokenDialect::Native), // since 9
+        parent: None,
     };
     TransferTrace {
         program: "0.1.0".into(),

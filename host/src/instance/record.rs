@@ -3,6 +3,7 @@
 use kvferry_engine::core::ids::{EngineId, RequestId, TransferKey};
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::time::Nanos;
+use opentelemetry::trace::SpanContext;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -83,6 +84,9 @@ pub struct TransferRecord {
     /// At a decode: what its leg has it speak.
     #[serde(default)]
     pub dialect: Option<SpokenDialect>,
+    /// The span that it is part of, if its request named one.
+    #[serde(skip)]
+    pub(crate) parent: Option<SpanContext>,
 }
 
 impl TransferRecord {

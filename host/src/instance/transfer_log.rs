@@ -1,7 +1,9 @@
-//! Follows the transfers of an engine by what its gateway passes on. Knows no clock and no IO;
-//! times are handed in.
+//! Follows the transfers of an engine by what its shell passes on. Knows no clock; times are handed
+//! in. Of a transfer that ended there is a span, if a tracer was given.
 
 use super::record::{SpokenDialect, TransferOutcome, TransferRecord};
+use super::transfer_spans::TransferSpans;
+use crate::spans::SpanTracer;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, FlowId, RequestId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
@@ -10,10 +12,11 @@ use kvferry_engine::core::message::{
     TransferReport,
 };
 use kvferry_engine::core::time::Nanos;
+use opentelemetry::trace::SpanContext;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Ended transfers that are kept.
-pub(super) const KEPT: usize = 4096;
+/// Ended transfers that a host keeps.
+pub(crate) const KEPT: usize = 4096;
 
 /// A flow of this engine's ranks.
 #[derive(Debug)]
@@ -29,7 +32,7 @@ struct FlowProgress {
 
 /// The transfers of an engine: those under way, and the last that ended.
 #[derive(Debug)]
-pub(super) struct TransferLog {
+pub(crate) struct TransferLog {
     role: Role,
     mode: Mode,
     ranks: u16,
@@ -37,6 +40,7 @@ pub(super) struct TransferLog {
     flows: BTreeMap<FlowId, FlowProgress>,
     ended: VecDeque<TransferRecord>,
     kept: usize,
+    spans: Option<TransferSpans>,
 }
 
 fn count(blocks: &[BlockList]) -> u32 {
@@ -49,9 +53,29 @@ fn failed(failure: &Failure) -> TransferOutcome {
 
 impl TransferLog {
     /// Of an engine with `ranks` TP ranks; `kept` of those that ended are kept.
-    pub(super) fn new(role: Role, mode: Mode, ranks: u16, kept: usize) -> TransferLog {
+    pub(crate) fn new(role: Role, mode: Mode, ranks: u16, kept: usize) -> TransferLog {
         let (open, flows, ended) = (BTreeMap::new(), BTreeMap::new(), VecDeque::new());
-        TransferLog { role, mode, ranks, open, flows, ended, kept }
+        TransferLog { role, mode, ranks, open, flows, ended, kept, spans: None }
+    }
+
+    /// Has a span made of each transfer.
+    pub(crate) fn with_spans(mut self, tracer: SpanTracer) -> TransferLog {
+        self.spans = Some(TransferSpans::new(tracer, self.role, self.mode));
+        self
+    }
+
+    /// Sends the spans that wait, for a bounded time.
+    pub(crate) fn finish(&self) {
+        if let Some(spans) = &self.spans {
+            spans.tracer.finish();
+        }
+    }
+
+    /// The span of the next request to arrive is below the one that `parent` gives.
+    pub(crate) fn set_parent(&mut self, parent: impl FnOnce() -> Option<SpanContext>) {
+        if let Some(spans) = &mut self.spans {
+            spans.next = parent();
+        }
     }
 
     /// True if this engine's ranks move the bytes.
@@ -74,7 +98,13 @@ impl TransferLog {
             blocks: 0,
             bytes: self.moves().then_some(0),
             dialect: None,
+            parent: None,
         }
+    }
+
+    /// That of [`TransferLog::set_parent`].
+    fn parent(&mut self) -> Option<SpanContext> {
+        self.spans.as_mut().and_then(|spans| spans.next.take())
     }
 
     fn arrived(
@@ -85,13 +115,14 @@ impl TransferLog {
         tokens: u32,
     ) {
         let (transfer, peer) = (Some(key.clone()), peer.cloned());
-        let record = TransferRecord { transfer, peer, ..self.record(now, request, tokens) };
+        let parent = self.parent();
+        let record = TransferRecord { transfer, peer, parent, ..self.record(now, request, tokens) };
         // The core refuses a second one of this name, and the first one goes on.
         self.open.entry(request.clone()).or_insert(record);
     }
 
     /// A request whose parameters cannot be used: it begins and ends.
-    pub(super) fn unusable(
+    pub(crate) fn unusable(
         &mut self,
         now: Nanos,
         request: &RequestId,
@@ -99,14 +130,16 @@ impl TransferLog {
         why: &str,
     ) -> &TransferRecord {
         let outcome = TransferOutcome::Failed { cause: "unusable-params".into(), why: why.into() };
+        let parent = self.parent();
         self.keep(TransferRecord {
             ended: Some((now, outcome)),
+            parent,
             ..self.record(now, request, tokens)
         })
     }
 
     /// A prefill engine told its core something.
-    pub(super) fn prefill(&mut self, now: Nanos, hook: &PrefillHook) {
+    pub(crate) fn prefill(&mut self, now: Nanos, hook: &PrefillHook) {
         match hook {
             PrefillHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, (&leg.key, None), *tokens);
@@ -133,7 +166,7 @@ impl TransferLog {
 
     /// A decode engine told its core something. A request that ended before it had blocks gets no
     /// answer; it is given back.
-    pub(super) fn decode(&mut self, now: Nanos, hook: &DecodeHook) -> Option<&TransferRecord> {
+    pub(crate) fn decode(&mut self, now: Nanos, hook: &DecodeHook) -> Option<&TransferRecord> {
         match hook {
             DecodeHook::Arrived { request, leg, tokens } => {
                 self.arrived(now, request, (&leg.key, Some(&leg.prefill)), *tokens);
@@ -162,7 +195,7 @@ impl TransferLog {
     }
 
     /// The core has its ranks do something.
-    pub(super) fn job(&mut self, now: Nanos, job: &TransferJob) {
+    pub(crate) fn job(&mut self, now: Nanos, job: &TransferJob) {
         let (id, request, peer) = match job {
             TransferJob::Write { flow, request, reader, .. } => (*flow, request, reader),
             TransferJob::Read { flow, request, .. } => (*flow, request, &None),
@@ -175,7 +208,7 @@ impl TransferLog {
         self.flows.insert(id, FlowProgress { begun: now, moved: now, left, bytes: 0, request });
     }
 
-    pub(super) fn report(&mut self, now: Nanos, report: &TransferReport) {
+    pub(crate) fn report(&mut self, now: Nanos, report: &TransferReport) {
         let TransferReport::Flow { flow: id, state } = report else { return };
         let Some(flow) = self.flows.get_mut(id) else { return };
         match state {
@@ -204,7 +237,7 @@ impl TransferLog {
     }
 
     /// A prefill core answered its engine; the transfer that this ends.
-    pub(super) fn prefill_answer(
+    pub(crate) fn prefill_answer(
         &mut self,
         now: Nanos,
         answer: &PrefillAnswer,
@@ -224,7 +257,7 @@ impl TransferLog {
     }
 
     /// A decode core answered its engine; the transfer that this ends.
-    pub(super) fn decode_answer(
+    pub(crate) fn decode_answer(
         &mut self,
         now: Nanos,
         answer: &DecodeAnswer,
@@ -238,7 +271,7 @@ impl TransferLog {
     }
 
     /// The prefill of a decode's request does not speak the native dialect.
-    pub(super) fn speaks_moriio(&mut self, request: &RequestId) {
+    pub(crate) fn speaks_moriio(&mut self, request: &RequestId) {
         if let Some(record) = self.open.get_mut(request) {
             record.dialect = Some(SpokenDialect::Moriio);
         }
@@ -266,6 +299,9 @@ impl TransferLog {
     }
 
     fn keep(&mut self, record: TransferRecord) -> &TransferRecord {
+        if let Some(spans) = &self.spans {
+            spans.ended(&record);
+        }
         if self.ended.len() >= self.kept {
             self.ended.pop_front();
         }
@@ -273,12 +309,12 @@ impl TransferLog {
         self.ended.back().expect("it was added")
     }
 
-    pub(super) fn open(&self) -> usize {
+    pub(crate) fn open(&self) -> usize {
         self.open.len()
     }
 
     /// All that are kept, by their arrival.
-    pub(super) fn list(&self) -> Vec<TransferRecord> {
+    pub(crate) fn list(&self) -> Vec<TransferRecord> {
         let mut list: Vec<_> = self.ended.iter().chain(self.open.values()).cloned().collect();
         list.sort_by_key(|record| record.arrived);
         list

@@ -9,9 +9,13 @@ if it is installed:
 
     pip install nixl==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 numpy
 
+Where Python finds our module `mori.io`, as after `./test --python` with I=target/python/mori/installed and
+PYTHONPATH=$I:$I/kvferry/dropin, a write by that is measured, too.
+
 Prints the median of each in GB/s; all bytes are compared. All have memory with pages of 4 KiB.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,6 +25,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 BY_TCP = "--tcp" in sys.argv
@@ -28,6 +33,10 @@ BY_TCP = "--tcp" in sys.argv
 os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
 if BY_TCP:
     os.environ["UCX_TLS"] = "tcp"
+    fabric = tempfile.NamedTemporaryFile("w", suffix=".toml")
+    fabric.write('paths = ["tcp"]\n')
+    fabric.flush()
+    os.environ["KVFERRY_FABRIC"] = fabric.name
 import numpy  # noqa: E402
 
 KIB = 1024
@@ -145,6 +154,56 @@ def nixl(direction: str, size: int, count: int, run: int) -> float:
     return median(size, count, times)
 
 
+def mori_engine(name: str):
+    from mori.io import BackendType, IOEngine, IOEngineConfig, RdmaBackendConfig
+
+    one = IOEngine(name, IOEngineConfig("127.0.0.1", 0))
+    one.create_backend(BackendType.RDMA, RdmaBackendConfig(1, -1, 1))
+    return one
+
+
+def mori_register(one, data: numpy.ndarray):
+    from mori.io import MemoryLocationType
+
+    return one.register_memory(data.ctypes.data, data.nbytes, -1, MemoryLocationType.CPU)
+
+
+def mori_target(pipe, size: int, count: int, order: list[int]) -> None:
+    one = mori_engine("target")
+    data = pool(size, count, 0)
+    pipe.send((one.get_engine_desc().pack(), mori_register(one, data).pack()))
+    pipe.recv()
+    pipe.send(is_written(data, size, order))
+
+
+def mori(size: int, count: int, run: int) -> float:
+    """Median GB/s of one write after the other."""
+    from mori.io import EngineDesc, MemoryDesc
+
+    here, there = drawn(size, count, run)
+    pipe, other = multiprocessing.Pipe()
+    child = multiprocessing.Process(target=mori_target, args=(other, size, count, there), daemon=True)
+    child.start()
+    one = mori_engine("initiator")
+    data = pool(size, count, 0)
+    write(data, size, here)
+    peer, remote = pipe.recv()
+    one.register_remote_engine(EngineDesc.unpack(peer))
+    session = one.create_session(mori_register(one, data), MemoryDesc.unpack(remote))
+    offsets = [[slot * size for slot in order] for order in (here, there)]
+    times = []
+    for _ in range(REPEATS + 1):
+        begun = time.perf_counter()
+        status = session.batch_write(*offsets, [size] * count, one.allocate_transfer_uid())
+        status.Wait()
+        times.append(time.perf_counter() - begun)
+        assert status.Succeeded(), status.Message()
+    pipe.send("look")
+    assert pipe.recv(), "other bytes arrived"
+    child.join()
+    return median(size, count, times)
+
+
 def mooncake_engine():
     from mooncake.engine import TransferEngine
 
@@ -216,6 +275,8 @@ def turn(bench: str, row: str) -> dict[str, float]:
     rates = ours(bench, row)
     for direction in ["WRITE"] if BY_TCP else ["WRITE", "READ"]:
         rates[f"NIXL {direction}"] = nixl(direction, *ROWS[row])
+    if importlib.util.find_spec("mori"):
+        rates["mori.io"] = mori(*ROWS[row])
     if BY_TCP:
         rates["Mooncake"] = mooncake(*ROWS[row])
     return rates

@@ -197,12 +197,14 @@ impl Simulation {
     pub fn next(&mut self) -> Option<SimStep> {
         assert!(self.current.is_none(), "the turn before has to be applied first");
         loop {
-            if self.observer.faults.has_output() {
+            // What follows from a step is of the same turn: a process ends after it.
+            if self.follow.is_empty() && self.observer.faults.has_output() {
                 self.perform_actions();
             }
-            while let Some(due) = self.follow.pop_front().or_else(|| self.ready.pop_front()) {
-                if let Some(turn) = self.prepare_step(due) {
-                    return Some(turn);
+            if let Some(due) = self.follow.pop_front().or_else(|| self.ready.pop_front()) {
+                match self.prepare_step(due) {
+                    Some(turn) => return Some(turn),
+                    None => continue,
                 }
             }
             if self.quiescence.over {

@@ -52,7 +52,10 @@ async fn a_request_goes_to_a_pair_that_serves_its_model() {
     let message = error["message"].as_str().unwrap();
     assert!(message.contains("`c`") && message.contains("a, a-lora, b"), "{message}");
     assert_eq!(router.metric("kvferry_router_unknown_models_total").await, 1);
-    assert_eq!(ids(&router.get("/v1/models").await.json()), ["a", "a-lora", "b"]);
+    // In the order in which the router met them.
+    let mut listed = ids(&router.get("/v1/models").await.json());
+    listed.sort();
+    assert_eq!(listed, ["a", "a-lora", "b"]);
     let mut all = router.workers().await;
     all.sort_by_key(|it| it["models"].to_string());
     assert_eq!(all[0]["models"], json!(["a", "a-lora"]));

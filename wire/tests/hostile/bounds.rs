@@ -150,8 +150,10 @@ fn answers_that_nobody_reads_have_an_end() {
             stream
         })
         .collect();
+    // 512 MiB may wait, unfinished, unread and unsent; each stranger has a message under way, and what is given back
+    // the allocator keeps for a time.
     let peak = victim.peak_mib();
-    assert!(peak < 600, "memory: {peak} MiB");
+    assert!(peak < 900, "memory: {peak} MiB");
     is_answered(&mut honest, 100).expect("others go on");
     drop(strangers);
 }

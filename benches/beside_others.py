@@ -168,42 +168,6 @@ def mori_register(one, data: numpy.ndarray):
     return one.register_memory(data.ctypes.data, data.nbytes, -1, MemoryLocationType.CPU)
 
 
-def mori_target(pipe, size: int, count: int, order: list[int]) -> None:
-    one = mori_engine("target")
-    data = pool(size, count, 0)
-    pipe.send((one.get_engine_desc().pack(), mori_register(one, data).pack()))
-    pipe.recv()
-    pipe.send(is_written(data, size, order))
-
-
-def mori(size: int, count: int, run: int) -> float:
-    """Median GB/s of one write after the other."""
-    from mori.io import EngineDesc, MemoryDesc
-
-    here, there = drawn(size, count, run)
-    pipe, other = multiprocessing.Pipe()
-    child = multiprocessing.Process(target=mori_target, args=(other, size, count, there), daemon=True)
-    child.start()
-    one = mori_engine("initiator")
-    data = pool(size, count, 0)
-    write(data, size, here)
-    peer, remote = pipe.recv()
-    one.register_remote_engine(EngineDesc.unpack(peer))
-    session = one.create_session(mori_register(one, data), MemoryDesc.unpack(remote))
-    offsets = [[slot * size for slot in order] for order in (here, there)]
-    times = []
-    for _ in range(REPEATS + 1):
-        begun = time.perf_counter()
-        status = session.batch_write(*offsets, [size] * count, one.allocate_transfer_uid())
-        status.Wait()
-        times.append(time.perf_counter() - begun)
-        assert status.Succeeded(), status.Message()
-    pipe.send("look")
-    assert pipe.recv(), "other bytes arrived"
-    child.join()
-    return median(size, count, times)
-
-
 def mooncake_engine():
     from mooncake.engine import TransferEngine
 
@@ -212,31 +176,67 @@ def mooncake_engine():
     return one
 
 
-def mooncake_target(pipe, size: int, count: int, order: list[int]) -> None:
+def mori_target(data: numpy.ndarray, _slots: list[tuple]) -> tuple:
+    one = mori_engine("target")
+    return one, (one.get_engine_desc().pack(), mori_register(one, data).pack())
+
+
+def mori_writer(data: numpy.ndarray, told: tuple, orders: list[list[int]], size: int):
+    """What writes all blocks; whether it did."""
+    from mori.io import EngineDesc, MemoryDesc
+
+    peer, remote = told
+    one = mori_engine("initiator")
+    one.register_remote_engine(EngineDesc.unpack(peer))
+    session = one.create_session(mori_register(one, data), MemoryDesc.unpack(remote))
+    offsets = [[slot * size for slot in order] for order in orders]
+
+    def go() -> bool:
+        status = session.batch_write(*offsets, [size] * len(offsets[0]), one.allocate_transfer_uid())
+        status.Wait()
+        return status.Succeeded()
+
+    return go
+
+
+def mooncake_target(data: numpy.ndarray, slots: list[tuple]) -> tuple:
     one = mooncake_engine()
-    data = pool(size, count, 0)
     assert one.register_memory(data.ctypes.data, data.nbytes) == 0
-    pipe.send((f"127.0.0.1:{one.get_rpc_port()}", [at for at, _, _ in slots(data, size, order)]))
+    return one, (f"127.0.0.1:{one.get_rpc_port()}", [at for at, _, _ in slots])
+
+
+def mooncake_writer(data: numpy.ndarray, told: tuple, orders: list[list[int]], size: int):
+    """As `mori_writer`."""
+    peer, remote = told
+    one = mooncake_engine()
+    assert one.register_memory(data.ctypes.data, data.nbytes) == 0
+    local = [at for at, _, _ in slots(data, size, orders[0])]
+    return lambda: one.batch_transfer_sync_write(peer, local, remote, [size] * len(local)) == 0
+
+
+def written_target(made, pipe, size: int, count: int, order: list[int]) -> None:
+    data = pool(size, count, 0)
+    _one, told = made(data, slots(data, size, order))
+    pipe.send(told)
     pipe.recv()
     pipe.send(is_written(data, size, order))
 
 
-def mooncake(size: int, count: int, run: int) -> float:
+def writes(target, writer, size: int, count: int, run: int) -> float:
     """Median GB/s of one write after the other; none where it fails."""
-    here, there = drawn(size, count, run)
+    orders = drawn(size, count, run)
     pipe, other = multiprocessing.Pipe()
-    child = multiprocessing.Process(target=mooncake_target, args=(other, size, count, there), daemon=True)
+    child = multiprocessing.Process(
+        target=written_target, args=(target, other, size, count, orders[1]), daemon=True
+    )
     child.start()
-    one = mooncake_engine()
     data = pool(size, count, 0)
-    write(data, size, here)
-    assert one.register_memory(data.ctypes.data, data.nbytes) == 0
-    peer, remote = pipe.recv()
-    local = [at for at, _, _ in slots(data, size, here)]
+    write(data, size, orders[0])
+    go = writer(data, pipe.recv(), orders, size)
     times = []
     for _ in range(REPEATS + 1):
         begun = time.perf_counter()
-        if one.batch_transfer_sync_write(peer, local, remote, [size] * count) != 0:
+        if not go():
             child.kill()
             return float("nan")
         times.append(time.perf_counter() - begun)
@@ -276,9 +276,9 @@ def turn(bench: str, row: str) -> dict[str, float]:
     for direction in ["WRITE"] if BY_TCP else ["WRITE", "READ"]:
         rates[f"NIXL {direction}"] = nixl(direction, *ROWS[row])
     if importlib.util.find_spec("mori"):
-        rates["mori.io"] = mori(*ROWS[row])
+        rates["mori.io"] = writes(mori_target, mori_writer, *ROWS[row])
     if BY_TCP:
-        rates["Mooncake"] = mooncake(*ROWS[row])
+        rates["Mooncake"] = writes(mooncake_target, mooncake_writer, *ROWS[row])
     return rates
 
 

@@ -15,10 +15,10 @@ use std::sync::Arc;
 
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
-/// was left needs faults that concern all of a role, of those that serve its model, and that no
-/// instance serves it that none of those that do has registered and is spared. That a client goes away concerns nobody else.
-/// There were more requests than a core takes if one is full, and than the router takes if that is
-/// before any fault.
+/// was left needs faults that concern all of a role that serve its model; that nobody serves it,
+/// faults that concern all who have registered and do. That a client goes away concerns nobody
+/// else. There were more requests than a core takes if one is full, and than the router takes if
+/// that is before any fault.
 #[derive(Debug, Default)]
 pub(super) struct FaultIsolation {
     /// Tries of samples of requests that are open, at least one for each request, and the most that

@@ -6,7 +6,7 @@ use crate::observation::{Observation, SimProcessId};
 use kvferry_engine::core::dialect::native::Frame;
 use kvferry_engine::core::ids::{ClientId, Incarnation, LegId};
 use kvferry_engine::core::message::{Registration, Role};
-use kvferry_engine::core::router::{LegBody, LegEvent};
+use kvferry_engine::core::router::LegEvent;
 use kvferry_scenarios::Run;
 use kvferry_scenarios::lists::FaultKind;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,13 +23,6 @@ pub(super) struct LegRecipients {
     back: BTreeSet<u16>,
     /// Legs that have not ended.
     legs: BTreeMap<LegId, (u16, Role)>,
-}
-
-fn role(body: &LegBody) -> Role {
-    match body {
-        LegBody::Prefill { .. } => Role::Prefill,
-        LegBody::Decode { .. } => Role::Decode,
-    }
 }
 
 impl LegRecipients {
@@ -59,8 +52,9 @@ impl LegRecipients {
                 }
             }
             Observation::Dispatched { leg, client, instance, body } => {
-                self.dispatched(now, *client, (*instance, role(body)));
-                self.legs.insert(*leg, (*instance, role(body)));
+                let to = (*instance, body.role());
+                self.dispatched(now, *client, to);
+                self.legs.insert(*leg, to);
             }
             Observation::Leg { event: LegEvent::FirstToken, .. } => {}
             Observation::Leg { leg, .. } | Observation::LegClosed { leg } => {

@@ -11,8 +11,7 @@ use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::ids::LegId;
 use kvferry_engine::core::machine::Machine;
-use kvferry_engine::core::message::{Registration, Role};
-use kvferry_engine::core::router::LegBody;
+use kvferry_engine::core::message::Registration;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::engine::EngineInput;
 use kvferry_scenarios::run::InstanceSettings;
@@ -111,10 +110,7 @@ impl Simulation {
         let (Some(switch), EngineInput::Leg { body, .. }) = (&mut instance.switch, &input) else {
             return Some(input);
         };
-        let role = match body {
-            LegBody::Prefill { .. } => Role::Prefill,
-            LegBody::Decode { .. } => Role::Decode,
-        };
+        let role = body.role();
         if !switch.is_told() || !(lives || switch.ends) || role == instance.spec.role {
             return Some(input);
         }

@@ -29,7 +29,8 @@ impl TransferSpans {
         let wall = SystemTime::now();
         let when = |then: Nanos| wall - Duration::from_nanos(now.0.saturating_sub(then.0));
         let what = (SpanKind::Server, "transfer", when(record.arrived));
-        let mut span = self.tracer.begin_at(what, record.parent.as_ref(), self.attributes(record));
+        let mut span =
+            self.tracer.begin_at(what, record.parent.as_ref(), || self.attributes(record));
         let times = [
             ("begun", record.begun),
             ("moved", record.moved),

@@ -13,7 +13,7 @@ use super::pool::{ConnectionPool, PooledBody};
 use super::probe::{self, ProbeOrder};
 use super::relay::{StreamEnd, StreamRelay};
 use super::request_spans::{LegTracer, leg_failed};
-use super::routed_request::{RoutedRequest, is_alone, order, role_of, transfer_of};
+use super::routed_request::{RoutedRequest, is_alone, order, transfer_of};
 use crate::instance::{ReportedFailure, find_failure};
 use crate::spans::OpenSpan;
 use actix::{Addr, Context, Handler, Message};
@@ -173,7 +173,7 @@ impl HttpAdapter {
     fn dispatch(&mut self, sent: LegDispatch) {
         let LegDispatch { leg, client, engine, http, pair, body } = sent;
         let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
-        let (part, role) = (*prompt as usize, role_of(&body));
+        let (part, role) = (*prompt as usize, body.role());
         let wants_params = match &body {
             LegBody::Prefill { transfer, .. } => transfer.mode == Mode::Pull && !pair.is_native(),
             LegBody::Decode { .. } => false,

@@ -4,7 +4,7 @@ use super::api::Api;
 use super::error::HttpError;
 use super::metrics::role_name;
 use super::params::TransferUid;
-use super::routed_request::{is_alone, role_of, transfer_of};
+use super::routed_request::{is_alone, transfer_of};
 use crate::spans::{OpenSpan, SpanTracer, bounded, parent_of};
 use hyper::StatusCode;
 use hyper::header::{HeaderMap, HeaderValue};
@@ -26,12 +26,14 @@ pub(super) fn begin(
     headers: &HeaderMap,
     id: &HeaderValue,
 ) -> OpenSpan {
-    let id = String::from_utf8_lossy(id.as_bytes());
-    let attributes = vec![
-        KeyValue::new("http.request.method", "POST"),
-        KeyValue::new("http.route", api.path()),
-        KeyValue::new("kvferry.request_id", bounded(&id).to_owned()),
-    ];
+    let attributes = || {
+        let id = String::from_utf8_lossy(id.as_bytes());
+        vec![
+            KeyValue::new("http.request.method", "POST"),
+            KeyValue::new("http.route", api.path()),
+            KeyValue::new("kvferry.request_id", bounded(&id).to_owned()),
+        ]
+    };
     tracer.begin((SpanKind::Server, "request"), parent_of(headers).as_ref(), attributes)
 }
 
@@ -73,31 +75,34 @@ impl LegTracer {
         (pair, body): (&InstancePair, &LegBody),
         (unique, attempt): (TransferUid, u32),
     ) -> OpenSpan {
-        let role = role_of(body);
+        let role = body.role();
         let name = match role {
             Role::Prefill => "prefill leg",
             Role::Decode => "decode leg",
         };
-        let (key, mode) = transfer_of(body);
-        let (host, port) = http.0.rsplit_once(':').unwrap_or((&http.0, ""));
-        let mut attributes = vec![
-            KeyValue::new("http.request.method", "POST"),
-            KeyValue::new("http.request.resend_count", i64::from(attempt.saturating_sub(1))),
-            KeyValue::new("server.address", unbracketed(host).to_owned()),
-            KeyValue::new("kvferry.engine", engine.to_string()),
-            KeyValue::new("kvferry.role", role_name(role)),
-            KeyValue::new("kvferry.mode", mode.to_string()),
-        ];
-        if let Ok(port) = port.parse::<u16>() {
-            attributes.push(KeyValue::new("server.port", i64::from(port)));
-        }
-        if !is_alone(body) {
-            let id = match pair.is_native() {
-                true => key.id.0.as_ref().to_owned(),
-                false => unique.transfer_id(),
-            };
-            attributes.push(KeyValue::new("kvferry.transfer_id", id));
-        }
+        let attributes = || {
+            let (key, mode) = transfer_of(body);
+            let (host, port) = http.0.rsplit_once(':').unwrap_or((&http.0, ""));
+            let mut attributes = vec![
+                KeyValue::new("http.request.method", "POST"),
+                KeyValue::new("http.request.resend_count", i64::from(attempt.saturating_sub(1))),
+                KeyValue::new("server.address", unbracketed(host).to_owned()),
+                KeyValue::new("kvferry.engine", engine.to_string()),
+                KeyValue::new("kvferry.role", role_name(role)),
+                KeyValue::new("kvferry.mode", mode.to_string()),
+            ];
+            if let Ok(port) = port.parse::<u16>() {
+                attributes.push(KeyValue::new("server.port", i64::from(port)));
+            }
+            if !is_alone(body) {
+                let id = match pair.is_native() {
+                    true => key.id.0.as_ref().to_owned(),
+                    false => unique.transfer_id(),
+                };
+                attributes.push(KeyValue::new("kvferry.transfer_id", id));
+            }
+            attributes
+        };
         self.tracer.begin((SpanKind::Client, name), Some(&self.request), attributes)
     }
 }

@@ -52,14 +52,6 @@ pub(super) fn is_alone(body: &LegBody) -> bool {
     matches!(body, LegBody::Decode { transfer, .. } if transfer.is_alone())
 }
 
-/// Who takes the leg.
-pub(super) fn role_of(body: &LegBody) -> Role {
-    match body {
-        LegBody::Prefill { .. } => Role::Prefill,
-        LegBody::Decode { .. } => Role::Decode,
-    }
-}
-
 /// What the core calls the transfer of a leg, and who moves its bytes.
 pub(super) fn transfer_of(body: &LegBody) -> (&TransferKey, Mode) {
     match body {
@@ -97,7 +89,7 @@ pub(super) fn order(
         insert_context(&mut headers, span);
         transfer = transfer.map(|params| params::with_span(params, span)).transpose()?;
     }
-    let prefill = role_of(body) == Role::Prefill;
+    let prefill = body.role() == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
     Ok(HttpLegRequest { to: http.clone(), path: job.asked.api.path(), headers, body, stream })

@@ -1,6 +1,6 @@
 //! The way of spans to the collector.
 
-use super::SpanCounters;
+use super::{FLUSH, SpanCounters};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{Request, Response};
@@ -68,8 +68,9 @@ impl SpanProcessor for BoundedProcessor {
         self.batches.force_flush()
     }
 
+    /// However it ends: the provider does it with a time of its own when it is dropped.
     fn shutdown_with_timeout(&self, timeout: Duration) -> OTelSdkResult {
-        self.batches.shutdown_with_timeout(timeout)
+        self.batches.shutdown_with_timeout(timeout.min(FLUSH))
     }
 
     fn set_resource(&mut self, resource: &Resource) {

@@ -81,30 +81,33 @@ impl SpanTracer {
         &self,
         (kind, name): (SpanKind, &'static str),
         parent: Option<&SpanContext>,
-        attributes: Vec<KeyValue>,
+        attributes: impl FnOnce() -> Vec<KeyValue>,
     ) -> OpenSpan {
         self.begin_at((kind, name, SystemTime::now()), parent, attributes)
     }
 
-    /// The same of what began earlier.
+    /// The same of what began earlier. The attributes are made only if the span is sampled.
     pub(crate) fn begin_at(
         &self,
         (kind, name, at): (SpanKind, &'static str, SystemTime),
         parent: Option<&SpanContext>,
-        attributes: Vec<KeyValue>,
+        attributes: impl FnOnce() -> Vec<KeyValue>,
     ) -> OpenSpan {
         let mut above = Context::new();
         if let Some(parent) = parent {
             above = above.with_remote_span_context(parent.clone());
         }
-        let span = self.tracer.span_builder(name).with_kind(kind).with_attributes(attributes);
-        let span = span.with_start_time(at);
-        OpenSpan { span: span.start_with_context(&self.tracer, &above), is_told: false }
+        let span = self.tracer.span_builder(name).with_kind(kind).with_start_time(at);
+        let mut span = span.start_with_context(&self.tracer, &above);
+        if span.is_recording() {
+            span.set_attributes(attributes());
+        }
+        OpenSpan { span, is_told: false }
     }
 
     /// Sends what is queued, for [`FLUSH`] at most. Spans that end later are lost.
     pub(crate) fn finish(&self) {
-        if self.provider.shutdown_with_timeout(FLUSH).is_err() {
+        if self.provider.shutdown().is_err() {
             tracing::warn!(within = ?FLUSH, "the collector did not take the last spans in time");
         }
     }

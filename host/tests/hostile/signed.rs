@@ -50,21 +50,11 @@ fn logged(instance: &LoggedInstance, said: &str) {
 
 /// A registration that anybody can make up.
 fn made_up(engine: &str, role: Role, http: &str) -> Vec<u8> {
+    let control = "tcp://127.0.0.1:6301".into();
+    let newest = Incarnation(1 << 60);
     let native = Registration {
-        engine: engine.into(),
-        incarnation: Incarnation(1 << 60),
         sequence: 1 << 60,
-        role,
-        mode: Mode::Push,
-        http: http.into(),
-        control: "tcp://127.0.0.1:6301".into(),
-        dp_rank: 0,
-        dp_size: 1,
-        tp: 1,
-        draining: false,
-        fit: None,
-        troubles: Vec::new(),
-        models: None,
+        ..Registration::new(engine.into(), newest, role, Mode::Push, http.into(), control)
     };
     frame(role, http, &HeartbeatFields { native: Some(native), ..HeartbeatFields::of(Mode::Push) })
 }

@@ -153,10 +153,7 @@ impl SimEngine {
         body: &LegBody,
         output: u32,
     ) -> Result<(), LegFailure> {
-        let role = match body {
-            LegBody::Prefill { .. } => Role::Prefill,
-            LegBody::Decode { .. } => Role::Decode,
-        };
+        let role = body.role();
         let bad = |why: String| Err(LegFailure::Request(why.into()));
         if role != self.config.role {
             return bad(format!("a {role} leg for a {} engine", self.config.role));

@@ -296,6 +296,16 @@ pub enum LegBody {
     },
 }
 
+impl LegBody {
+    /// Who takes it.
+    pub fn role(&self) -> Role {
+        match self {
+            LegBody::Prefill { .. } => Role::Prefill,
+            LegBody::Decode { .. } => Role::Decode,
+        }
+    }
+}
+
 /// How a request ended for its client.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum ClientAnswer {

@@ -16,7 +16,6 @@ impl Router {
     /// Takes a new request in.
     pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
         let client = request.client;
-        let line = self.line(request.model.as_ref());
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
         let open_max = self.dispatcher.config.open_max.map_or(usize::MAX, |max| max as usize);
         let refuse = if self.draining {
@@ -38,7 +37,7 @@ impl Router {
         };
         if let Some(answer) = refuse {
             turn.push(RouterEffect::Answer { client, answer });
-        } else if self.waiting.is_free(&line) && self.may_start() && self.dispatch(client, turn) {
+        } else if self.is_next(client) && self.may_start() && self.dispatch(client, turn) {
         } else if self.waits() < self.dispatcher.config.waiting_max as usize {
             self.enqueue(turn.now, client);
         } else if self.dispatcher.has_both(turn.now) {
@@ -56,11 +55,16 @@ impl Router {
         Some(served)
     }
 
-    /// Where requests for a model wait.
-    fn line(&self, model: Option<&Arc<str>>) -> QueueLine {
-        // Each has one while there are few.
+    /// Where a request waits.
+    fn line(&self, client: ClientId) -> QueueLine {
+        let model = self.requests[&client].works.first().and_then(|work| work.model.as_ref());
         let is_listed = || model.is_some_and(|it| self.dispatcher.registry.lists(it));
         self.waiting.line(model, is_listed)
+    }
+
+    /// True if nobody waits where a request would.
+    fn is_next(&self, client: ClientId) -> bool {
+        self.waiting.len() == 0 || self.waiting.is_free(&self.line(client))
     }
 
     /// Requests that wait for an instance, or before they are sent again.
@@ -101,23 +105,23 @@ impl Router {
 
     fn enqueue(&mut self, now: Nanos, client: ClientId) {
         self.unpause(client);
-        let model = self.requests[&client].works.first().and_then(|work| work.model.clone());
-        let line = self.line(model.as_ref());
-        let request = self.requests.get_mut(&client).expect("only known requests wait");
-        if request.ticket.is_none() {
-            let position = (!request.started, self.next_ticket);
-            self.next_ticket += 1;
-            request.ticket = Some((line.clone(), position));
-            self.waiting.add(line, position, client);
-            let (tried, config) = (request.tried, &self.dispatcher.config);
-            let wait = match request.started {
-                false => config.wait_max,
-                true if !self.dispatcher.has_both(now) => config.retry_wait_max,
-                // They take nothing for as long as its own pause, or are tried by another request.
-                true => config.wait_max + config.pause(tried),
-            };
-            self.dispatcher.timers.arm(RouterTimer::Wait(client), now + wait);
+        if self.requests[&client].ticket.is_some() {
+            return;
         }
+        let line = self.line(client);
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        let position = (!request.started, self.next_ticket);
+        self.next_ticket += 1;
+        request.ticket = Some((line.clone(), position));
+        self.waiting.add(line, position, client);
+        let (tried, config) = (request.tried, &self.dispatcher.config);
+        let wait = match request.started {
+            false => config.wait_max,
+            true if !self.dispatcher.has_both(now) => config.retry_wait_max,
+            // They take nothing for as long as its own pause, or are tried by another request.
+            true => config.wait_max + config.pause(tried),
+        };
+        self.dispatcher.timers.arm(RouterTimer::Wait(client), now + wait);
     }
 
     fn unpause(&mut self, client: ClientId) {

@@ -26,7 +26,7 @@ impl RequestQueue {
         self.len
     }
 
-    /// The line of a model.
+    /// The line of a model: its own while there are few, or if it is listed.
     pub(super) fn line(&self, model: Option<&Arc<str>>, is_listed: impl Fn() -> bool) -> QueueLine {
         let line = model.filter(|_| !planted!("models-wait-in-one-line")).cloned();
         let is_own =

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::remote::{HostTestMemory, HostTestSetup, go_on, serve_if_child, start, stop};
+use common::remote::{HostTestMemory, HostTestSetup, serve_if_child, start};
 use common::{TestWay, config};
 use kvferry_engine::conformance::{PlaneUnderTest, RemotePlane};
 use kvferry_engine::core::time::Nanos;
@@ -208,7 +208,7 @@ impl StoppedTestWorld {
 
 fn fence_amid_a_push(way: TestWay) -> bool {
     let mut world = StoppedTestWorld::written_to(way);
-    stop(&world.far);
+    world.far.stop();
     world.near.fence(PEER);
     if world.served() != 0 {
         return false;
@@ -218,7 +218,7 @@ fn fence_amid_a_push(way: TestWay) -> bool {
     let fenced = DataEvent::Fenced { peer: PEER };
     assert!(world.seen[0].contains(&fenced), "fenced by ourselves, so at once");
     world.assert_untouched(false);
-    go_on(&world.far);
+    world.far.go_on();
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     assert!(world.outcome(1) != Some(&Completion::Done), "a fenced push succeeded");
     world.assert_untouched(true);
@@ -227,13 +227,13 @@ fn fence_amid_a_push(way: TestWay) -> bool {
 
 fn deregister_amid_a_push(way: TestWay) -> bool {
     let mut world = StoppedTestWorld::written_to(way);
-    stop(&world.far);
+    world.far.stop();
     world.near.deregister(REGION).expect("only own operations keep a region");
     if world.served() != 0 {
         return false;
     }
     world.assert_untouched(false);
-    go_on(&world.far);
+    world.far.go_on();
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     assert!(world.outcome(1) != Some(&Completion::Done), "the push succeeded");
     true
@@ -252,7 +252,7 @@ fn close_amid_a_read(way: TestWay) -> bool {
     world.fill_far(7);
     world.submit(Direction::Read);
     world.until_landing();
-    stop(&world.far);
+    world.far.stop();
     world.near.quiesce(SESSION, QuiesceTicket(1));
     world.near.close(SESSION);
     world.wait("Quiet", false, |world| world.is_quiet(0));
@@ -264,7 +264,7 @@ fn close_amid_a_read(way: TestWay) -> bool {
     assert!(failed, "got {:?}", world.outcome(0));
     world.assert_untouched(false);
     world.near.deregister(REGION).expect("nothing uses it");
-    go_on(&world.far);
+    world.far.go_on();
     world.assert_untouched(true);
     true
 }
@@ -272,12 +272,12 @@ fn close_amid_a_read(way: TestWay) -> bool {
 fn leave_a_peer_that_reads(way: TestWay) -> bool {
     let mut world = StoppedTestWorld::new(way, 1);
     world.begin_towards_far(Direction::Read);
-    stop(&world.far);
+    world.far.stop();
     world.near.deregister(REGION).expect("only own operations keep a region");
     world.near.fence(PEER);
     let fenced = DataEvent::Fenced { peer: PEER };
     world.wait("Fenced", false, |world| world.seen[0].contains(&fenced));
-    go_on(&world.far);
+    world.far.go_on();
     world.until("the end of the operation", |world| world.outcome(1).is_some());
     // A read of what is gone does not succeed.
     world.outcome(1) != Some(&Completion::Done)
@@ -287,7 +287,7 @@ fn leave_a_peer_that_reads(way: TestWay) -> bool {
 fn close_amid_a_push(way: TestWay) -> bool {
     let mut world = StoppedTestWorld::new(way, 0);
     world.begin_towards_far(Direction::Write);
-    stop(&world.far);
+    world.far.stop();
     world.near.close(SESSION);
     world.near.quiesce(SESSION, QuiesceTicket(1));
     world.near.poll(Nanos::ZERO, &mut { Vec::new() });
@@ -296,7 +296,7 @@ fn close_amid_a_push(way: TestWay) -> bool {
         // All had landed, or it is wrong every time.
         return false;
     }
-    go_on(&world.far);
+    world.far.go_on();
     world.until("Quiet", |world| world.is_quiet(0));
     world.assert_far_untouched();
     true
@@ -305,7 +305,7 @@ fn close_amid_a_push(way: TestWay) -> bool {
 fn kill_the_target_of_a_push(way: TestWay) -> bool {
     let mut world = StoppedTestWorld::new(way, 0);
     world.begin_towards_far(Direction::Write);
-    stop(&world.far);
+    world.far.stop();
     world.near.quiesce(SESSION, QuiesceTicket(1));
     (0..SUSPICION).for_each(|_| world.pump(false));
     if world.is_quiet(0) || world.outcome(0).is_some() {
@@ -325,7 +325,7 @@ fn lose_the_target_of_a_push(way: TestWay) -> bool {
     let config = HostConfig { dead_ms: 10_000, ..config(way) };
     let mut world = StoppedTestWorld::with(way, config, 0);
     world.begin_towards_far(Direction::Write);
-    stop(&world.far);
+    world.far.stop();
     world.near.poll(Nanos::ZERO, &mut world.seen[0]);
     if !world.seen[0]
         .iter()
@@ -342,7 +342,7 @@ fn lose_the_target_of_a_push(way: TestWay) -> bool {
     ));
     (0..SUSPICION).for_each(|_| world.pump(false));
     assert!(!world.is_quiet(0), "quiet though the peer has bytes that it will write");
-    go_on(&world.far);
+    world.far.go_on();
     world.wait("Quiet", false, |world| world.is_quiet(0));
     world.assert_far_untouched();
     true

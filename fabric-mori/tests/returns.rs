@@ -11,7 +11,6 @@ use kvferry_engine::fabric::{
     RegionDesc, RegionId, SessionId,
 };
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
@@ -202,24 +201,13 @@ impl Far {
         }
         Far { remote, sessions }
     }
-
-    fn stop(&self) {
-        let pid = Pid::from_raw(self.remote.pid() as i32).expect("a process");
-        kill_process(pid, Signal::STOP).expect("our child");
-        waitpid(Some(pid), WaitOptions::UNTRACED).expect("it stops");
-    }
-
-    fn go_on(&self) {
-        let pid = Pid::from_raw(self.remote.pid() as i32).expect("a process");
-        kill_process(pid, Signal::CONT).expect("our child");
-    }
 }
 
 #[test]
 fn a_peer_that_does_not_answer_holds_up_nobody_else() {
     let mut world = MoriTestWorld::star(3);
     let far = Far::new(&mut world, PeerId(9), 90..93);
-    far.stop();
+    far.remote.stop();
     faults("qp_error@1");
     let op = world.write(1, 0);
     world.failure(op);
@@ -233,7 +221,7 @@ fn a_peer_that_does_not_answer_holds_up_nobody_else() {
     let of_silent =
         |event: &DataEvent| matches!(event, DataEvent::Completed { op, .. } if *op == silent);
     assert!(!world.seen(0).iter().any(of_silent), "{:?}", world.seen(0));
-    far.go_on();
+    far.remote.go_on();
     assert_eq!(world.finish(silent), Completion::Done, "it waited for its session");
     assert_eq!(far.sessions.len(), 3);
     assert_eq!(world.plane(0).counters().rebuilds, 1);
@@ -244,7 +232,7 @@ fn a_peer_that_never_answers_loses_its_sessions_and_nothing_else() {
     let settings = |_| MoriConfig { open_ms: 2_000, ..config(MoriBackend::Rdma) };
     let mut world = MoriTestWorld::new(3, settings).joined();
     let far = Far::new(&mut world, PeerId(9), 90..93);
-    far.stop();
+    far.remote.stop();
     faults("qp_error@1");
     let op = world.write(1, 0);
     world.failure(op);
@@ -254,7 +242,7 @@ fn a_peer_that_never_answers_loses_its_sessions_and_nothing_else() {
     let next = world.write(2, 1_024);
     assert_eq!(world.finish(next), Completion::Done);
     assert_eq!(world.plane(0).counters().rebuilds, 1, "nothing of it was with MoRI");
-    far.go_on();
+    far.remote.go_on();
 }
 
 fn dead_pairs(world: &mut MoriTestWorld, at: usize) -> u64 {

@@ -8,6 +8,7 @@ use crate::fabric::{
     Address, Caps, DataEvent, DataPlane, Memory, NextPoll, PeerId, QuiesceTicket, Refused,
     RegionDesc, RegionId, SessionId, Submit,
 };
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -180,6 +181,30 @@ impl RemotePlane {
     /// Process id of the child.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    fn signal(&self, signal: Signal) -> Pid {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, signal).expect("our child");
+        pid
+    }
+
+    /// Stops the child; returns when none of its threads runs any more.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub fn stop(&self) {
+        let pid = self.signal(Signal::STOP);
+        let stopped = waitpid(Some(pid), WaitOptions::UNTRACED).expect("our child");
+        assert!(stopped.is_some_and(|(_, status)| status.stopped()), "{stopped:?}");
+    }
+
+    /// Lets it go on.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub fn go_on(&self) {
+        self.signal(Signal::CONT);
     }
 
     /// Kills the child.

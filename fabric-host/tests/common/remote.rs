@@ -68,23 +68,6 @@ pub(crate) fn start(setup: &HostTestSetup) -> RemotePlane {
     RemotePlane::start(setup, caps)
 }
 
-/// Stops a process; returns when it has stopped.
-pub(crate) fn stop(remote: &RemotePlane) {
-    // SAFETY: Signals to, and waits for, our own child.
-    unsafe {
-        assert_eq!(libc::kill(remote.pid() as i32, libc::SIGSTOP), 0);
-        let mut status = 0;
-        let got = libc::waitpid(remote.pid() as i32, &raw mut status, libc::WUNTRACED);
-        assert!(got > 0 && libc::WIFSTOPPED(status), "the child did not stop");
-    }
-}
-
-/// Lets it go on.
-pub(crate) fn go_on(remote: &RemotePlane) {
-    // SAFETY: A signal to our own child.
-    assert_eq!(unsafe { libc::kill(remote.pid() as i32, libc::SIGCONT) }, 0);
-}
-
 /// Memory of a plane under test.
 pub(crate) struct HostTestMemory {
     own: Vec<u8>,

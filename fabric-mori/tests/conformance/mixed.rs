@@ -8,7 +8,6 @@ use kvferry_engine::fabric::{
     RegionDesc, RegionId, SessionId,
 };
 use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriCounterReader, MoriMixedPlane};
-use rustix::process::{Pid, Signal, kill_process};
 use std::sync::PoisonError;
 
 fn conforms(backend: MoriBackend, apart: bool) {
@@ -154,11 +153,7 @@ fn a_reset_waits_for_who_is_in_memory_that_xgmi_has_mapped() {
         near.poll(Default::default(), &mut told);
         world.pump();
     }
-    let signal = |signal| {
-        let pid = Pid::from_raw(near.pid() as i32).expect("a process");
-        kill_process(pid, signal).expect("our child");
-    };
-    signal(Signal::STOP);
+    near.stop();
     world.data(0).fence(PeerId(2));
     world.until_told(0, &DataEvent::Fenced { peer: PeerId(2) });
     // By now RDMA has long been reset.
@@ -168,7 +163,7 @@ fn a_reset_waits_for_who_is_in_memory_that_xgmi_has_mapped() {
     assert!(!world.seen(0).iter().any(is_reset), "its copies may land yet");
     let cause = world.open(60, 0, 2, &desc).expect_err("the owner is answered meanwhile");
     assert!(matches!(cause, FabricError::Backend(_)), "{cause:?}");
-    signal(Signal::CONT);
+    near.go_on();
     world.until_reset(0);
 }
 

@@ -9,7 +9,6 @@ use kvferry_engine::fabric::{
     RegionId, SessionId, Submit,
 };
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use std::fs;
 use std::path::PathBuf;
 
@@ -151,21 +150,19 @@ impl SoakNode {
         }
     }
 
-    fn signal(&self, signal: Signal) {
-        let pid = Pid::from_raw(self.pid() as i32).expect("a process");
-        kill_process(pid, signal).expect("our child");
-        if signal == Signal::STOP {
-            waitpid(Some(pid), WaitOptions::UNTRACED).expect("it stops");
-        }
+    /// The process, if it is another one.
+    fn remote(&mut self) -> &mut RemotePlane {
+        let SoakProcess::There(remote) = &mut self.place else { panic!("not this process") };
+        remote
     }
 
     pub(crate) fn stop(&mut self) {
-        self.signal(Signal::STOP);
+        self.remote().stop();
         self.stopped = true;
     }
 
     pub(crate) fn go_on(&mut self) {
-        self.signal(Signal::CONT);
+        self.remote().go_on();
         self.stopped = false;
     }
 
@@ -180,8 +177,7 @@ impl SoakNode {
 
     /// Ends its process, and starts another one.
     pub(crate) fn kill(&mut self, spec: String) {
-        let SoakProcess::There(remote) = &mut self.place else { panic!("not this process") };
-        remote.kill();
+        self.remote().kill();
         let incarnation = self.incarnation + 1;
         *self = SoakNode::there(self.memory, self.ports.clone(), spec);
         self.incarnation = incarnation;

@@ -8,6 +8,7 @@ use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::{ArrivedPayload, PayloadLink, PoolOffer};
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{PayloadFailure, PayloadHook, PayloadKey, PayloadStream};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
@@ -175,8 +176,9 @@ fn room_is_waited_for_and_no_longer_than_was_said() {
 fn nobody_waits_for_a_host_that_stands_still() {
     let host = SidecarProcess::with_args("stopped-host", &POOL_ARGS);
     let thinker = StageProcess::of(&host, "0");
-    let pid = rustix::process::Pid::from_child(&host.child);
-    rustix::process::kill_process(pid, rustix::process::Signal::STOP).expect("it runs");
+    let pid = Pid::from_child(&host.child);
+    kill_process(pid, Signal::STOP).expect("it runs");
+    waitpid(Some(pid), WaitOptions::UNTRACED).expect("it stops");
     let why = thinker.link.reserve(1 << 20, Duration::ZERO).expect_err("it does not answer");
     assert!(why.to_string().contains("stands still"), "{why}");
     // What is told and not read ends as well, when there is no room for it.

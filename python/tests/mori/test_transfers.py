@@ -7,6 +7,7 @@ import threading
 import pytest
 from conftest import SIZE, Buffer, Peer, engine, finish, pattern
 from mori.io import StatusCode
+from stops import stop
 
 # Scattered, neighbouring and odd-sized, in no order.
 LOCAL = [4096, 0, 70000, 70007, 500000]
@@ -129,7 +130,7 @@ def test_the_interpreter_runs_while_a_session_opens(peer, buffer):
     local = buffer.register(mine)
     opened = []
     thread = threading.Thread(target=lambda: opened.append(mine.create_session(local, peer.memory)))
-    os.kill(peer.child.pid, signal.SIGSTOP)
+    stop(peer.child.pid)
     thread.start()
     os.kill(peer.child.pid, signal.SIGCONT)
     thread.join()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from kvferry.omni import KvferryOmniConnector, settings
 from stages import Stage, drop, get, health, hosts, keep, kept, kill, lost, put, wait_for, want
+from stops import stop
 
 # Longer than a test waits for anything.
 MINUTE_S = 60
@@ -94,7 +95,7 @@ def test_o10_a_machine_that_stands_still_delays_no_other(pipeline, monkeypatch):
     for number in range(8):
         still(put, f"of still {number}", bytes(1 << 20))
     host = host_of(pipeline, "still")
-    os.kill(host, signal.SIGSTOP)
+    stop(host)
     try:
         # More than the four workers that would all wait for it.
         for number in range(8):
@@ -197,7 +198,7 @@ def test_o29_a_host_that_is_slow_to_start_is_waited_for(pipeline):
     """Longer than the second after which MoRI's connector takes it for ready."""
     sender = pipeline.stage(0)
     host = pipeline.host()
-    os.kill(host, signal.SIGSTOP)
+    stop(host)
     receiver = pipeline.bare()
     receiver.begin(made, pipeline.extra(1, host="connect"))
     try:

@@ -11,6 +11,7 @@ from halves import LAYERS, TAKEN, TOKENS, Pair, compute, step
 from kvferry.start import HostProcess
 from kvferry.vllm import engine, scheduler, worker
 from pair import PLACES
+from stops import stop, until_idle
 from vllm.v1.request import RequestStatus
 
 FRESH = [7, 9]
@@ -35,14 +36,17 @@ class Host:
     all: ClassVar[list["Host"]] = []
 
     def __init__(self, engine):
-        self.file = os.pidfd_open(HostProcess(engine.link.fileno()).pid)
+        self.pid = HostProcess(engine.link.fileno()).pid
+        self.file = os.pidfd_open(self.pid)
         self.all.append(self)
 
     def signal(self, number: int) -> None:
         signal.pidfd_send_signal(self.file, number)
 
     def has_ended(self) -> bool:
-        return bool(select.select([self.file], [], [], 0)[0])
+        ended = select.poll()
+        ended.register(self.file, select.POLLIN)
+        return bool(ended.poll(0))
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair):
 
 def test_a_host_that_stands_still_is_ended_before_blocks_are_reused(pair, soon):
     host = half_computed(pair)
-    host.signal(signal.SIGSTOP)
+    stop(host.pid)
     compute(pair.prefill, LAYERS[2:], TAKEN[:1])
     pair.prefill.end()
     assert not host.has_ended()
@@ -112,7 +116,7 @@ def test_a_preempted_prompt_that_ends_before_the_next_step_is_waited_for(pair, s
     host = half_computed(pair)
     pair.prefill.end()
     if stands_still:
-        host.signal(signal.SIGSTOP)
+        stop(host.pid)
     assert pair.prefill.finish("r", ([],), RequestStatus.FINISHED_ABORTED)[0]
     pair.prefill.begin(step(preempted=["r"]))
     half = pair.prefill.scheduler.schedulers[0]
@@ -128,9 +132,11 @@ def test_a_decode_that_stands_still_takes_nothing_out_of_reused_blocks(soon, mod
     pair = Pair(model, tmp_path)
     host = half_computed(pair)
     decode = Host(pair.decode)
-    decode.signal(signal.SIGSTOP)
+    stop(decode.pid)
     compute(pair.prefill, LAYERS[2:], TAKEN[:1])
     pair.prefill.end()
+    # Of what it has not begun to send nobody reads.
+    until_idle(host.pid)
     pair.prefill.begin(step(preempted=["r"]))
     assert host.has_ended()
     reuse(pair)
@@ -149,7 +155,7 @@ def test_a_host_that_is_killed_is_not_waited_for(pair, monkeypatch, when):
         host.signal(signal.SIGKILL)
     else:
         link = pair.prefill.worker.workers[0].line.link
-        host.signal(signal.SIGSTOP)
+        stop(host.pid)
 
         class Killed:
             """Of the link, what the worker waits by."""
@@ -175,7 +181,7 @@ def test_a_host_that_is_given_up_has_ended(pair, role):
     half_computed(pair)
     side = getattr(pair, role)
     host = Host(side)
-    host.signal(signal.SIGSTOP)
+    stop(host.pid)
     side.scheduler.schedulers[0].line.lost(RuntimeError("a mistake of the test"))
     assert host.has_ended()
 
@@ -184,7 +190,7 @@ def test_a_host_that_is_given_up_has_ended(pair, role):
 def test_a_host_that_stands_still_does_not_hold_up_who_tells_it_more(soon, model, tmp_path, half):
     pair = Pair(model, tmp_path)
     host = half_computed(pair)
-    host.signal(signal.SIGSTOP)
+    stop(host.pid)
     # Until its socket is full.
     while not host.has_ended():
         if half == "worker":

@@ -82,7 +82,9 @@ class _Started:
             os.close(held)
 
     def has_ended(self) -> bool:
-        return bool(select.select([self.alive], [], [], 0)[0])
+        ended = select.poll()
+        ended.register(self.alive, select.POLLHUP)
+        return bool(ended.poll(0))
 
     def close(self) -> None:
         os.close(self.alive)

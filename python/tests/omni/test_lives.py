@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from kvferry._native import PayloadLink
 from kvferry.omni import KvferryOmniConnector, PayloadLost
 from kvferry.omni.keys import parsed
 from stages import Stage, close, drop, get, health, hosts, keep, kept, lost, poll, put, wait_for, want
+from stops import stop
 
 # A stage whose host is to be there, and a host that takes long, are not looked at for longer.
 MINUTE_S = 60
@@ -61,6 +63,22 @@ def test_r12_a_host_that_does_not_start_is_an_error_soon(pipeline):
     assert time.monotonic() - begun < MINUTE_S / 2
 
 
+def not_started(here: Any, extra: dict[str, Any], files: int) -> str:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, most), most))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(files)]
+    with pytest.raises((ConnectionError, ValueError)) as raised:
+        KvferryOmniConnector(extra)
+    for file in opened:
+        os.close(file)
+    return str(raised.value)
+
+
+def test_a_process_with_more_files_than_select_takes_hears_that_its_host_ended(pipeline):
+    said = pipeline.bare()(not_started, pipeline.extra(0, pool_bytes=1 << 47), 1024)
+    assert "the one that was started ended at once" in said
+
+
 def half_built(here: Any) -> list[Any]:
     unraisable = []
     sys.unraisablehook = unraisable.append
@@ -99,7 +117,7 @@ def test_r12_o11_o12_close_does_not_wait(pipeline, trouble):
     if trouble == "peer dead":
         sender.kill()
     elif trouble == "host stopped":
-        os.kill(host, signal.SIGSTOP)
+        stop(host)
     elif trouble == "host dead":
         pipeline.lose_host()
     elif trouble == "payload is read":
@@ -260,7 +278,7 @@ def test_a_host_that_stands_still_takes_nothing_away(pipeline):
     sender(put, "k", {"a": torch.arange(1000)})
     receiver(keep, "k")
     host = pipeline.host()
-    os.kill(host, signal.SIGSTOP)
+    stop(host)
     assert sender(put, "r_0_0", torch.zeros(1 << 16)) == (False, 0, None)
     assert sender(health)["failures"] == {"host-silent": 1}
     os.kill(host, signal.SIGCONT)

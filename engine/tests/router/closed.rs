@@ -15,7 +15,7 @@ use kvferry_engine::core::router::{
 use kvferry_engine::core::{Machine, Nanos};
 use std::sync::Arc;
 
-fn one(name: &str) -> Registration {
+pub(crate) fn one(name: &str) -> Registration {
     let role = if name.starts_with('p') { Role::Prefill } else { Role::Decode };
     Registration { dp_rank: 0, dp_size: 1, ..native(name, role, Mode::Push) }
 }
@@ -98,7 +98,7 @@ fn an_engine_that_tells_no_birth_is_older() {
 }
 
 /// Of a model with two layers.
-fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<LayoutDigest>> {
+pub(crate) fn fit(model: &str, tokens: u32, element: u32) -> Option<Arc<LayoutDigest>> {
     let group = KvGroup::full(tokens, [0, 1]);
     let geometry = Geometry { tp: 4, ..Geometry::new(model, 8, vec![group]) };
     Some(Arc::new(LayoutDigest {

@@ -1,5 +1,6 @@
 //! Requests go to instances that serve their model.
 
+use crate::closed::{fit, one};
 use crate::discovery::{DiscoveryBench, done, native, sent};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::ClientId;
@@ -19,9 +20,7 @@ fn served(names: &[&str]) -> Option<Arc<ServedModels>> {
 }
 
 fn register(bench: &mut DiscoveryBench, name: &str, models: Option<Arc<ServedModels>>) {
-    let role = if name.starts_with('p') { Role::Prefill } else { Role::Decode };
-    let told = Registration { dp_rank: 0, dp_size: 1, models, ..native(name, role, Mode::Push) };
-    bench.give(RouterInput::Register(told));
+    bench.give(RouterInput::Register(Registration { models, ..one(name) }));
 }
 
 fn ask(bench: &mut DiscoveryBench, model: Option<&str>) -> Vec<RouterEffect> {
@@ -53,6 +52,27 @@ fn half_of_b() -> DiscoveryBench {
         register(&mut bench, name, served(&models));
     }
     bench
+}
+
+#[test]
+fn who_asks_for_a_model_hears_why_its_instances_do_not_fit() {
+    let config = RouterConfig { wait_max: Nanos::from_secs(5), ..RouterConfig::default() };
+    let mut bench = DiscoveryBench::new(config);
+    for (name, model, tokens) in
+        [("p0", "a", 16), ("d0", "a", 16), ("p1", "b", 16), ("d1", "b", 24)]
+    {
+        let (models, fit) = (served(&[model]), fit(model, tokens, 2));
+        bench.give(RouterInput::Register(Registration { models, fit, ..one(name) }));
+    }
+    assert!(sent(ask(&mut bench, Some("b"))).is_empty());
+    let answers = bench.tick().into_iter().filter_map(|effect| match effect {
+        RouterEffect::Answer { answer, .. } => Some(answer),
+        _ => None,
+    });
+    let answers: Vec<_> = answers.collect();
+    let [ClientAnswer::Misfit(why)] = &answers[..] else { panic!("{answers:?}") };
+    assert!(why.0.contains("block size of group 0"), "{why}");
+    assert_eq!(sent(ask(&mut bench, Some("a"))).len(), 2);
 }
 
 #[test]

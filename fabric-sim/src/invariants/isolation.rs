@@ -134,7 +134,10 @@ impl FaultIsolation {
             ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
             _ if self.general || self.is_full(answer) => true,
             ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now, model),
-            ClientAnswer::Misfit(_) => now.state.whole_pairs().next().is_none(),
+            ClientAnswer::Misfit(_) => {
+                let serves = |instance| now.state.serves(instance, model);
+                !now.state.whole_pairs().any(|(a, b)| serves(a) && serves(b))
+            }
             ClientAnswer::Failed(why) => {
                 let refused = matches!(
                     why,

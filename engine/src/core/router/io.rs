@@ -321,7 +321,7 @@ pub enum ClientAnswer {
     /// No instance serves the model (404). Those that are served, in order, [`NAMED_MODELS_MAX`] at
     /// most.
     NoModel(Arc<[Arc<str>]>),
-    /// There are instances of both roles, but no two that fit (503).
+    /// There are instances of both roles for the model, but no two that fit (503).
     Misfit(Mismatch),
     /// As many requests are open as the router takes, or wait as may wait (429).
     Overload,

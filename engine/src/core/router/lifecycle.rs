@@ -164,7 +164,7 @@ impl Router {
         } else if let Some(served) = self.without_model(turn.now, model.as_deref()) {
             ClientAnswer::NoModel(served)
         } else {
-            match self.dispatcher.registry.only_misfits() {
+            match self.dispatcher.registry.only_misfits(model.as_deref()) {
                 Some(why) => ClientAnswer::Misfit(why.clone()),
                 None => ClientAnswer::NoInstance,
             }

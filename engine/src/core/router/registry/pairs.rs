@@ -40,12 +40,13 @@ impl Registry {
         }
     }
 
-    /// Why a pair is not made, if there are prefills and decodes that could talk and none of them
-    /// fit.
-    pub(in crate::core::router) fn only_misfits(&self) -> Option<&Mismatch> {
+    /// Why no pair is made for a model, if prefills and decodes that serve it could talk and none of
+    /// them fit.
+    pub(in crate::core::router) fn only_misfits(&self, model: Option<&str>) -> Option<&Mismatch> {
+        let of = |role| self.of_role(role).filter(move |(_, instance)| instance.serves(model));
         let mut why = None;
-        for (_, prefill) in self.of_role(Role::Prefill) {
-            for (instance_id, decode) in self.of_role(Role::Decode) {
+        for (_, prefill) in of(Role::Prefill) {
+            for (instance_id, decode) in of(Role::Decode) {
                 let mode = prefill.registration.mode == decode.registration.mode;
                 if !mode || !decode.understands(prefill) {
                     continue;

@@ -47,6 +47,14 @@ impl LegError {
         LegError { failure: answered(status, heard.failure), refusal }
     }
 
+    /// The instance takes no legs of this kind, for it has another role than it had or was said to
+    /// have: of no concern to the client.
+    fn misdirected(told: &HttpError) -> LegError {
+        let failure = LegFailure::Answer(told.status.as_u16());
+        let why = format!("the instance takes no such leg: {}", told.message());
+        LegError { failure, refusal: HttpError::new(StatusCode::BAD_GATEWAY, &why) }
+    }
+
     /// The instance answered what is no answer.
     pub(crate) fn invalid_answer(why: &str) -> LegError {
         let status = StatusCode::BAD_GATEWAY;
@@ -232,6 +240,9 @@ fn answered(status: StatusCode, told: Option<Failure>) -> LegFailure {
 
 /// What an instance's error says. An instance of our own tells what is behind it.
 fn fault(status: StatusCode, body: Bytes) -> LegError {
+    if status == StatusCode::MISDIRECTED_REQUEST {
+        return LegError::misdirected(&HttpError::relayed(status, body));
+    }
     let failure = match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => LegFailure::Busy,
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),

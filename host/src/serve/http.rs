@@ -2,7 +2,7 @@
 
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
-use super::openai::{CompletionRequest, CompletionResponse, failed};
+use super::openai::{CompletionRequest, CompletionResponse, MISDIRECTED, failed};
 use crate::instance::{AnsweredLeg, InstanceIdentity, metrics_page};
 use crate::spans::parent_of;
 use actix::Addr;
@@ -150,7 +150,11 @@ async fn begin(
     {
         return Err(unusable(format!("the model `{model}` is not served here")));
     }
-    let leg = shared.own.leg(&id, body.kv_transfer_params.as_deref(), output);
+    let params = body.kv_transfer_params.as_deref();
+    if shared.own.is_misdirected(params) {
+        return Err(LegFailure::Answer(MISDIRECTED));
+    }
+    let leg = shared.own.leg(&id, params, output);
     let leg = leg.map_err(unusable)?;
     let (sender, news) = channel(NEWS_MAX);
     let transfer = match &leg {

@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 /// Tokens that are generated where a request does not say how many.
 const MAX_TOKENS: u32 = 16;
 
+/// Status of a leg that is for an instance of the other role (RFC 9110, 15.5.20).
+pub(super) const MISDIRECTED: u16 = 421;
+
 /// A request; unknown keys are ignored.
 #[derive(Deserialize)]
 pub(super) struct CompletionRequest {
@@ -179,6 +182,12 @@ const OVERLOAD: &str = "overload: the instance has as many legs as it takes; try
 pub(super) fn failed(failure: &LegFailure, peer: Option<&EngineId>) -> (u16, Value) {
     match failure {
         LegFailure::Request(why) => error(400, "invalid_request_error", why),
+        LegFailure::Answer(MISDIRECTED) => {
+            let why = "the request is no leg for an instance of this role: kv_transfer_params with \
+                 do_remote_decode are for a prefill, those with do_remote_prefill and requests \
+                 without any for a decode; a router knows which is which";
+            error(MISDIRECTED, "misdirected_request_error", why)
+        }
         LegFailure::Busy => error(503, "overloaded_error", OVERLOAD),
         LegFailure::Instance(why) => {
             let (status, mut body) = error(500, "server_error", &failure.to_string());

@@ -216,6 +216,22 @@ async fn requests_move_from_a_dead_prefill_to_another() {
 }
 
 #[tokio::test]
+async fn a_leg_that_came_to_the_other_role_goes_to_another_instance() {
+    let told = || Act::Json(421, json!({"error": {"message": "m", "type": "t", "code": 421}}));
+    let (router, ps, ds) = fleet(Mode::Pull, 2, 2, &[]).await;
+    ps[0].always(told());
+    ds[1].always(told());
+    for _ in 0..12 {
+        assert_eq!(router.ask().await.status, 200);
+    }
+    assert!(!ps[0].seen().is_empty() && !ds[1].seen().is_empty());
+    let (router, p, _d) = pair(Mode::Pull, &[]).await;
+    p.always(told());
+    let answer = router.ask().await;
+    assert_eq!((answer.status, &*answer.error()), (502, "the instance takes no such leg: m"));
+}
+
+#[tokio::test]
 async fn tries_are_bounded() {
     let (router, p, d) = pair(Mode::Push, &["--retries", "4"]).await;
     d.always(Act::Never);

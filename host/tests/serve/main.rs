@@ -371,9 +371,31 @@ fn bad_requests_are_answered_with_what_is_wrong() {
         assert_eq!(status, 400, "{body}: {answer}");
         assert!(answer.contains(text), "{body}: {answer}");
     }
-    let prefill = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
-    let (status, answer) = prefill.post("/v1/completions", "r", &json!({"prompt": "a"}));
-    assert!(status == 400 && answer.contains("kv_transfer_params"), "{answer}");
+}
+
+#[test]
+fn a_leg_for_the_other_role_is_misdirected() {
+    for (role, own, other) in [
+        ("prefill", "do_remote_decode", "do_remote_prefill"),
+        ("decode", "do_remote_prefill", "do_remote_decode"),
+    ] {
+        let server = ServeProcess::serve(&["--role", role, "--mode", "push"]);
+        let status = |params: Value| {
+            let body = json!({"prompt": "a", "max_tokens": 1, "kv_transfer_params": params});
+            let (status, answer) = server.post("/v1/completions", "r", &body);
+            assert!(status != 421 || answer.contains("\"code\":421"), "{answer}");
+            status
+        };
+        let native = json!({"key": {"id": "t", "prompt": 0}});
+        assert_eq!(status(json!({other: true, own: false, "transfer_id": "t"})), 421, "{role}");
+        assert_eq!(status(json!({other: true, "kvferry": native})), 421, "{role}");
+        assert_eq!(status(json!({own: true, "kvferry": native})), 400, "{role}: it lacks the rest");
+        assert_eq!(
+            status(Value::Null) == 421,
+            role == "prefill",
+            "who decodes computes prompts, too"
+        );
+    }
 }
 
 /// Its clock says less than it did in its last incarnation, which is years ahead here.

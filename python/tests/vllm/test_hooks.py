@@ -1,11 +1,17 @@
 """Hooks that meet a mistake of their own: vLLM hears nothing of it, and no request waits for ever."""
 
+import os
+import signal
 import time
 from types import SimpleNamespace
 
+import native
 import pytest
+from halves import LAYERS, TAKEN, TOKENS, Pair, compute
+from kvferry.start import HostProcess
 from kvferry.vllm.scheduler import Leg, Scheduler
 from kvferry.vllm.worker import Worker
+from stops import stop
 
 REQUEST = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": True})
 # What each hook is called with, and what it answers when it fails.
@@ -67,6 +73,56 @@ def test_what_is_told_of_a_request_that_has_ended_is_dropped():
     assert (half.free, half.loaded, half.failed) == ({"held"}, {"loading"}, set())
     assert half.finished(SimpleNamespace(request_id="open"), ()) == (False, {"why": "w"})
     assert (told, half.legs) == ({}, {})
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("whose", ["nobody's", "a decode's"])
+def test_parameters_of_no_use_cost_no_host(model, tmp_path, whose, is_late):
+    """Also if the prompt ends before the host could say so."""
+    pair = Pair(model, tmp_path)
+    link = pair.prefill.link
+    host = HostProcess(link.fileno()).pid
+    wrong = {"kv_transfer_params": {"do_remote_decode": True, "kvferry": {"key": 7}}}
+    if is_late:
+        stop(host)
+    pair.prefill.arrive("r", native.to_decode(pair, native.key()) if whose == "a decode's" else wrong, TOKENS)
+    pair.prefill.begin(pair.step("r"))
+    compute(pair.prefill, LAYERS)
+    pair.prefill.end()
+    if not is_late:
+        pair.prefill.until(lambda: pair.prefill.scheduler.schedulers[0].legs["r"].over)
+    keeps, told = pair.prefill.finish("r", (TAKEN,))
+    assert (keeps, told is None) == (is_late, is_late)
+    os.kill(host, signal.SIGCONT)
+    pair.prefill.until(lambda: not keeps or "r" in pair.prefill.freed)
+    assert pair.prefill.link is link
+    pair.arrive("s")
+    pair.begin("s")
+    compute(pair.prefill, LAYERS)
+    pair.prefill.end()
+    pair.assert_handed_over("s")
+    pair.close()
+
+
+def test_parameters_that_are_too_long_cost_no_host(model, tmp_path):
+    """More than a message to the host can have."""
+    pair = Pair(model, tmp_path)
+    links = [engine.link for engine in pair.engines]
+    flags = {"do_remote_decode": True, "do_remote_prefill": True}
+    for engine in pair.engines:
+        engine.arrive("r", {"kv_transfer_params": flags | {"more": "x" * (65 << 20)}}, TOKENS)
+    pair.begin("r")
+    compute(pair.prefill, LAYERS)
+    pair.prefill.end()
+    assert pair.prefill.finish("r", (TAKEN,)) == (False, None)
+    assert not pair.decode.outcome("r")
+    pair.arrive("s")
+    pair.begin("s")
+    compute(pair.prefill, LAYERS)
+    pair.prefill.end()
+    pair.assert_handed_over("s")
+    assert [engine.link for engine in pair.engines] == links
+    pair.close()
 
 
 @pytest.mark.parametrize("hook", WORKER)

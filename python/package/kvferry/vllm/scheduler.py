@@ -30,6 +30,10 @@ IDLE_S = 0.002
 # step of the engine less, and what waits in blocks for long leaves enough of them to others.
 EARLY = 1 / 8
 
+# Longest `kv_transfer_params`, in bytes of JSON: a quarter of the longest message to a host, with room for the blocks
+# of two million tokens.
+PARAMS_MAX = 16 << 20
+
 # Within which a host says that the start has taken too long.
 REFUSAL_S = 10.0
 
@@ -154,7 +158,14 @@ class Scheduler:
         link = self.line.current()
         leg = Leg(request.num_prompt_tokens, params if self.produces else "")
         self.legs[request.request_id] = leg
-        if link is None:
+        if is_too_long := len(params) > PARAMS_MAX:
+            logger.warning(
+                "%s: kv_transfer_params of %d bytes, of which it can have %d: it goes without a transfer",
+                request.request_id,
+                len(params),
+                PARAMS_MAX,
+            )
+        if link is None or is_too_long:
             # It is not handed over, and what it was to load has failed.
             leg.over = leg.may_allocate = True
             return
@@ -280,7 +291,12 @@ class Scheduler:
         if reason not in ("stop", "length"):
             return True, None
         blocks = [list(ids) for ids in block_ids]
-        return True, json.loads(self.line.link.answer(request.request_id, leg.params, blocks))
+        try:
+            return True, json.loads(self.line.link.answer(request.request_id, leg.params, blocks))
+        except ValueError as why:
+            # Nobody fetches it, and the host is about to say so.
+            logger.warning("%s: nothing is answered for who is to fetch it: %s", request.request_id, why)
+            return True, None
 
     @guarded(nothing)
     def deliver(self, output) -> None:

@@ -354,6 +354,14 @@ class Pair:
         self.prefill.begin(self.step(name, tokens))
         self.decode.allocate(name, self.taken)
 
+    def hand_over(self, name: str = "r") -> None:
+        """A prompt in one step, from its arrival to the blocks of the decode."""
+        self.arrive(name)
+        self.begin(name)
+        compute(self.prefill, LAYERS)
+        self.prefill.end()
+        self.assert_handed_over(name)
+
     def assert_handed_over(self, name: str = "r", taken=TAKEN, layers=LAYERS) -> None:
         """Blocks of the prefill are in those of the decode."""
         assert self.decode.outcome(name)

@@ -96,11 +96,7 @@ def test_a_host_that_ends_costs_the_other_role_nothing(model, tmp_path):
     pair = Pair(model, tmp_path, roles=("kv_both", "kv_both"))
     prefill = pair.prefill.link
     has_another = kill_host(pair.prefill, 1)
-    pair.arrive("r")
-    pair.begin("r")
-    compute(pair.prefill, LAYERS)
-    pair.prefill.end()
-    pair.assert_handed_over()
+    pair.hand_over()
     assert pair.prefill.link is prefill
     # And it comes back.
     pair.prefill.until(has_another)
@@ -111,11 +107,7 @@ def test_a_host_that_ends_costs_the_other_role_nothing(model, tmp_path):
     assert not turned.decode.outcome("t")
     turned.prefill.end()
     turned.decode.until(has_another)
-    turned.arrive("s")
-    turned.begin("s")
-    compute(turned.prefill, LAYERS)
-    turned.prefill.end()
-    turned.assert_handed_over("s")
+    turned.hand_over("s")
     pair.close()
 
 

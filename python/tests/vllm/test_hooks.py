@@ -96,11 +96,7 @@ def test_parameters_of_no_use_cost_no_host(model, tmp_path, whose, is_late):
     os.kill(host, signal.SIGCONT)
     pair.prefill.until(lambda: not keeps or "r" in pair.prefill.freed)
     assert pair.prefill.link is link
-    pair.arrive("s")
-    pair.begin("s")
-    compute(pair.prefill, LAYERS)
-    pair.prefill.end()
-    pair.assert_handed_over("s")
+    pair.hand_over("s")
     pair.close()
 
 
@@ -116,11 +112,7 @@ def test_parameters_that_are_too_long_cost_no_host(model, tmp_path):
     pair.prefill.end()
     assert pair.prefill.finish("r", (TAKEN,)) == (False, None)
     assert not pair.decode.outcome("r")
-    pair.arrive("s")
-    pair.begin("s")
-    compute(pair.prefill, LAYERS)
-    pair.prefill.end()
-    pair.assert_handed_over("s")
+    pair.hand_over("s")
     assert [engine.link for engine in pair.engines] == links
     pair.close()
 

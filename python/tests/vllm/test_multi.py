@@ -42,11 +42,7 @@ def test_what_it_counts_is_read_again_by_name(model):
 
 def test_loads_of_others_are_told_of(model, tmp_path):
     pair = Pair(model, tmp_path)
-    pair.arrive("r")
-    pair.begin("r")
-    compute(pair.prefill, LAYERS)
-    pair.prefill.end()
-    pair.assert_handed_over()
+    pair.hand_over()
     for engine in pair.engines:
         output = KVConnectorOutput(finished_recving={"another"})
         engine.scheduler.update_connector_output(output)

@@ -75,11 +75,7 @@ def reuse(pair) -> None:
 def assert_another_is_handed_over(pair, name: str) -> None:
     """Right after this the prefill has a host again."""
     pair.prefill.until(pair.prefill.is_served)
-    pair.arrive(name)
-    pair.begin(name)
-    compute(pair.prefill, LAYERS, TAKEN)
-    pair.prefill.end()
-    pair.assert_handed_over(name)
+    pair.hand_over(name)
 
 
 def test_a_preempted_prompt_is_sent_from_its_new_blocks(pair):

@@ -43,15 +43,6 @@ struct NativeParams<'a> {
     kvferry: Option<&'a RawValue>,
 }
 
-/// Which of the two legs parameters are of.
-#[derive(Deserialize)]
-struct LegDirection {
-    #[serde(default)]
-    do_remote_decode: bool,
-    #[serde(default)]
-    do_remote_prefill: bool,
-}
-
 /// That leg, if there is one.
 ///
 /// # Errors
@@ -77,17 +68,6 @@ impl InstanceIdentity {
         }
         let native = (self.mode, self.control.clone(), self.incarnation);
         PrefillOffer::new(at, native, self.moriio_peers, &self.proof)
-    }
-
-    /// True for the leg of an instance of the other role: whoever sent it takes this one for what it
-    /// is not, or is not any more.
-    pub(crate) fn is_misdirected(&self, params: Option<&RawValue>) -> bool {
-        let Some(json) = params else { return self.role == Role::Prefill };
-        let direction = serde_json::from_str(json.get()).ok();
-        direction.is_some_and(|LegDirection { do_remote_decode, do_remote_prefill }| {
-            do_remote_decode != do_remote_prefill
-                && do_remote_prefill != (self.role == Role::Decode)
-        })
     }
 
     /// The leg of a request.

@@ -2,7 +2,7 @@
 
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
-use super::openai::{CompletionRequest, CompletionResponse, MISDIRECTED, failed};
+use super::openai::{CompletionRequest, CompletionResponse, MISDIRECTED, failed, is_misdirected};
 use crate::instance::{AnsweredLeg, InstanceIdentity, metrics_page};
 use crate::spans::parent_of;
 use actix::Addr;
@@ -151,7 +151,7 @@ async fn begin(
         return Err(unusable(format!("the model `{model}` is not served here")));
     }
     let params = body.kv_transfer_params.as_deref();
-    if shared.own.is_misdirected(params) {
+    if is_misdirected(shared.own.role, params) {
         return Err(LegFailure::Answer(MISDIRECTED));
     }
     let leg = shared.own.leg(&id, params, output);

@@ -2,6 +2,7 @@
 
 use crate::instance::FailureNotice;
 use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::LegFailure;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
@@ -173,6 +174,25 @@ impl CompletionResponse<'_> {
         }
         chunk
     }
+}
+
+/// Which of the two legs parameters are of.
+#[derive(Deserialize)]
+struct LegDirection {
+    #[serde(default)]
+    do_remote_decode: bool,
+    #[serde(default)]
+    do_remote_prefill: bool,
+}
+
+/// True for the leg of an instance of the other role: whoever sent it takes this one for what it is
+/// not, or is not any more.
+pub(super) fn is_misdirected(role: Role, params: Option<&RawValue>) -> bool {
+    let Some(json) = params else { return role == Role::Prefill };
+    let direction = serde_json::from_str(json.get()).ok();
+    direction.is_some_and(|LegDirection { do_remote_decode, do_remote_prefill }| {
+        do_remote_decode != do_remote_prefill && do_remote_prefill != (role == Role::Decode)
+    })
 }
 
 /// What a leg is told that finds no place.

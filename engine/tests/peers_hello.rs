@@ -41,21 +41,26 @@ fn say(net: &mut TestNet, link: u32, hello: Hello) {
     net.run(Nanos::from_ms(1));
 }
 
-#[test]
-fn flaws_are_refused_with_a_reason() {
+/// A hello with a flaw, and how the refusal of it begins.
+type FlawedHello = (fn(&mut Hello), String);
+
+fn flaws() -> [FlawedHello; 6] {
     let other = VERSION + 1;
     let ranges = format!("p speaks protocol versions 1 to {VERSION}, d {other} to {other}");
-    type Flaw = fn(&mut Hello);
-    let flaws: [(Flaw, &str); 6] = [
-        (|hello| (hello.version, hello.version_min) = (VERSION + 1, VERSION + 1), &ranges),
-        (|hello| hello.expects = "q".into(), "d expects q, this is p"),
-        (|hello| hello.role = Role::Prefill, "p and d are both prefill"),
-        (|hello| hello.fingerprint ^= 1, "geometry of d is damaged"),
-        (|hello| hello.geometry.kv_heads = 2, "geometry of d is damaged"),
-        (|hello| hello.capabilities = 4, "p and d share no transfer mode"),
-    ];
+    [
+        (|hello| (hello.version, hello.version_min) = (VERSION + 1, VERSION + 1), ranges),
+        (|hello| hello.expects = "q".into(), "d expects q, this is p".into()),
+        (|hello| hello.role = Role::Prefill, "p and d are both prefill".into()),
+        (|hello| hello.fingerprint ^= 1, "geometry of d is damaged".into()),
+        (|hello| hello.geometry.kv_heads = 2, "geometry of d is damaged".into()),
+        (|hello| hello.capabilities = 4, "p and d share no transfer mode".into()),
+    ]
+}
+
+#[test]
+fn flaws_are_refused_with_a_reason() {
     let mut net = TestNet::ready(TestFaults::NONE);
-    for (link, (flaw, expected)) in flaws.iter().enumerate() {
+    for (link, (flaw, expected)) in flaws().iter().enumerate() {
         let mut hello = hello(1, 1);
         flaw(&mut hello);
         say(&mut net, 900 + link as u32, hello);
@@ -70,6 +75,40 @@ fn flaws_are_refused_with_a_reason() {
     assert_eq!(net.cores[PREFILL].peers.gauges().peers, 0);
     say(&mut net, 999, hello(1, 1));
     assert_eq!(net.cores[PREFILL].up().len(), 1);
+}
+
+#[test]
+fn refused_hello_leaves_the_connection_of_its_engine_up() {
+    let mut net = TestNet::ready(TestFaults::NONE);
+    say(&mut net, 900, hello(5, 7));
+    let up = net.cores[PREFILL].up();
+    // Of the same session, of a later one and of a later incarnation.
+    let lives = [(5, 7), (5, 8), (6, 1)];
+    let cases = flaws().into_iter().flat_map(|flaw| lives.map(|life| (flaw.clone(), life)));
+    for (link, ((flaw, expected), (incarnation, session))) in cases.enumerate() {
+        let mut hello = hello(incarnation, session);
+        flaw(&mut hello);
+        say(&mut net, 910 + link as u32, hello);
+        let core = &net.cores[PREFILL];
+        assert_eq!((core.up(), core.failures()), (up.clone(), vec![]), "{expected}: {session}");
+    }
+    // The link of the first hello still carries the connection.
+    let envelope =
+        ConnectionHeader { version: VERSION, from: Incarnation(5), to: Incarnation(1), session: 7 };
+    net.stranger(900, Some(vec![native::encode(&data(envelope, 0))]));
+    net.run(Nanos::from_ms(1));
+    assert_eq!(net.cores[PREFILL].received(up[0]).len(), 1);
+    assert_eq!(net.cores[PREFILL].peers.gauges().peers, 1);
+}
+
+#[test]
+fn hello_without_room_for_it_leaves_the_connection_of_its_engine_up() {
+    let mut net = limited(2, 64);
+    say(&mut net, 900, hello(5, 7));
+    let up = net.cores[PREFILL].up();
+    net.cores[PREFILL].peers.reserve(2);
+    say(&mut net, 901, hello(5, 8));
+    assert_eq!((net.cores[PREFILL].up(), overloads(&net.cores[PREFILL])), (up, 1));
 }
 
 #[test]

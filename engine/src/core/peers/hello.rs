@@ -189,6 +189,17 @@ impl Peers {
             return self.turn_away(link, &hello, Failure::HelloRefused(reason.into()), turn);
         }
         let current = self.callers.get(&hello.engine).copied();
+        if let Some(connection) = current
+            && planted!("hello-is-checked-too-late")
+        {
+            self.end(connection, Failure::PeerSilent, turn);
+        }
+        let ranks = self.ranks.as_deref().unwrap_or_default();
+        // Before the hello changes anything of a connection that is under way.
+        let agreed = match check((&self.local, self.config.version), ranks, &hello) {
+            Ok(agreed) => agreed,
+            Err(failure) => return self.turn_away(link, &hello, failure, turn),
+        };
         let this = (hello.incarnation, hello.session);
         if let Some(known) = self.known.get(&hello.engine).copied() {
             let last = (known.incarnation, known.session);
@@ -208,18 +219,17 @@ impl Peers {
                 self.stale = self.stale.saturating_add(1);
                 return self.say_bye(link, &hello, turn);
             }
-            if let Some(connection) = current {
-                let restarted = hello.incarnation > last.0;
-                let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
-                self.end(connection, failure, turn);
-            }
         }
-        let ranks = self.ranks.as_deref().unwrap_or_default();
-        match check((&self.local, self.config.version), ranks, &hello) {
-            Err(failure) => self.turn_away(link, &hello, failure, turn),
-            Ok(_) if !self.has_room() => self.turn_away(link, &hello, Failure::Overload, turn),
-            Ok(agreed) => self.welcome(link, hello, agreed, turn),
+        if !self.has_room_beside(usize::from(current.is_some())) {
+            return self.turn_away(link, &hello, Failure::Overload, turn);
         }
+        if let Some(connection) = current {
+            let before = self.info(connection).map(|info| info.incarnation);
+            let restarted = before.is_some_and(|before| hello.incarnation > before);
+            let failure = if restarted { Failure::PeerRestarted } else { Failure::PeerSilent };
+            self.end(connection, failure, turn);
+        }
+        self.welcome(link, hello, agreed, turn);
     }
 
     /// Asks a peer that an incarnation before it says hello for whether it is still there. Who says

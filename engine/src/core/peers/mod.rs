@@ -429,7 +429,13 @@ impl Peers {
     }
 
     fn has_room(&self) -> bool {
-        let room = self.connections.len() + self.reserved < self.config.peers_max as usize;
+        self.has_room_beside(0)
+    }
+
+    /// True if there is room for one more connection when so many of those that are there end.
+    fn has_room_beside(&self, ending: usize) -> bool {
+        let places = self.connections.len() - ending + self.reserved;
+        let room = places < self.config.peers_max as usize;
         room && self.last_id < CONNECTION_MAX - 1
     }
 

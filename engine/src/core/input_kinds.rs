@@ -107,7 +107,7 @@ kinds!("router", RouterInput {
     LegRecomputed = recomputed!(Some(_)),
     LegPrefilled = RouterInput::Leg { event: LegEvent::Prefilled { .. }, .. },
     LegFailedConnection = failed!(LegFailure::Connection),
-    LegFailedBusy = failed!(LegFailure::Busy),
+    LegFailedBusy = failed!(LegFailure::Busy { .. }),
     LegFailedLife = failed!(LegFailure::Instance(Failure::OtherLife)),
     LegFailedGone = failed!(why @ LegFailure::Instance(_)) if of_instance(why) == FailureSeverity::Failure,
     LegFailedMoving = failed!(why @ LegFailure::Instance(_)) if of_instance(why) == FailureSeverity::Strike,

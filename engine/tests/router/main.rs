@@ -1,6 +1,7 @@
 //! Behaviour of the router under registrations, requests, failures, expiries and aborts in any
 //! order.
 
+mod busy;
 mod closed;
 mod direct;
 mod discovery;
@@ -52,7 +53,7 @@ fn event() -> impl Strategy<Value = LegEvent> {
         1 => Just(LegEvent::Done { reason: FinishReason::Error, recomputed: None }),
         2 => Just(LegEvent::Failed(LegFailure::Connection)),
         1 => Just(LegEvent::Prefilled { params: "{}".into() }),
-        1 => Just(LegEvent::Failed(LegFailure::Busy)),
+        1 => Just(LegEvent::Failed(LegFailure::Busy { retry_after: None })),
         1 => Just(LegEvent::Failed(LegFailure::Answer(500))),
         1 => Just(LegEvent::Failed(LegFailure::Instance(Failure::Unreachable))),
         1 => Just(LegEvent::Failed(LegFailure::Request("too long".into()))),

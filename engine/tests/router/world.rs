@@ -260,6 +260,11 @@ impl RouterWorld {
     pub(crate) fn leg(&mut self, leg: LegId, event: LegEvent) {
         let LiveLeg { engine, key, streams, sample, .. } = self.live[&leg].clone();
         let next = LegId(self.live.keys().chain(&self.ended).max().unwrap().0 + 1);
+        let is_busy = matches!(event, LegEvent::Failed(LegFailure::Busy { .. }));
+        // A try that is refused as busy is none, nor are those of its siblings.
+        if is_busy && (sample.is_none() || !streams) {
+            self.forget_tries(&key);
+        }
         let known = self.known.get_mut(&engine).unwrap();
         match &event {
             LegEvent::FirstToken => {
@@ -271,7 +276,7 @@ impl RouterWorld {
             }
         }
         match &event {
-            LegEvent::Failed(LegFailure::Connection | LegFailure::Busy) => {
+            LegEvent::Failed(LegFailure::Connection) => {
                 if known.failures == 0 || leg >= known.since {
                     known.failures += 1;
                     known.since = next;
@@ -292,6 +297,15 @@ impl RouterWorld {
         self.give(RouterInput::Leg { leg, event });
         if failed && !streams && !(sample.is_none() && before.is_empty()) {
             assert!(self.attempt(&key).is_empty(), "siblings of a failed leg go on");
+        }
+    }
+
+    /// Takes back what the attempt under a key counts as tries.
+    fn forget_tries(&mut self, key: &TransferKey) {
+        let client = self.ids[&key.id].1;
+        for leg in self.attempt(key) {
+            let sample = self.live[&leg].sample.expect("a decode leg");
+            *self.dispatched.get_mut(&(client, key.prompt, sample)).unwrap() -= 1;
         }
     }
 

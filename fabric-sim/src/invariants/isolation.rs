@@ -131,7 +131,7 @@ impl FaultIsolation {
             ClientAnswer::NoModel(_) => {
                 model.is_some() && self.spared(now, model).is_disjoint(&self.registered)
             }
-            ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy) => true,
+            ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy { .. }) => true,
             _ if self.general || self.is_full(answer) => true,
             ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now, model),
             ClientAnswer::Misfit(_) => {

@@ -447,7 +447,7 @@ fn done() -> LegEvent {
 fn refusal(failure: &LegFailure) -> HttpError {
     match failure {
         LegFailure::Request(why) => HttpError::bad(why, ""),
-        LegFailure::Busy => {
+        LegFailure::Busy { .. } => {
             HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "all instances are busy")
         }
         failure => {

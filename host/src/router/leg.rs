@@ -244,7 +244,9 @@ fn fault(status: StatusCode, body: Bytes) -> LegError {
         return LegError::misdirected(&HttpError::relayed(status, body));
     }
     let failure = match status {
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => LegFailure::Busy,
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
+            LegFailure::Busy { retry_after: None }
+        }
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
         status => answered(status, find_failure(&body).and_then(|heard| heard.failure)),
     };

@@ -111,7 +111,7 @@ impl LegTracer {
 pub(super) fn leg_failed(span: OpenSpan, failure: &LegFailure) {
     let kind: Cow<'static, str> = match failure {
         LegFailure::Connection => "connection".into(),
-        LegFailure::Busy => "busy".into(),
+        LegFailure::Busy { .. } => "busy".into(),
         LegFailure::Instance(failure) => failure.kind().into(),
         LegFailure::Answer(status) => status.to_string().into(),
         LegFailure::Request(_) => "request".into(),

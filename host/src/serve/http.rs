@@ -169,7 +169,7 @@ async fn begin(
     let prompt = kv_content::prompt(&tokens);
     let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
     let peer = peer(&leg);
-    let place = shared.instance.reserve().ok_or(LegFailure::Busy)?;
+    let place = shared.instance.reserve().ok_or(LegFailure::Busy { retry_after: None })?;
     let (body, leg) = (leg, LegId(number + 1));
     let parent = if shared.is_traced { parent_of(headers) } else { None };
     let start = StartLeg { leg, request: id.clone(), prompt, body, parent, replies: sender };

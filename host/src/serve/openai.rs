@@ -208,7 +208,7 @@ pub(super) fn failed(failure: &LegFailure, peer: Option<&EngineId>) -> (u16, Val
                  without any for a decode; a router knows which is which";
             error(MISDIRECTED, "misdirected_request_error", why)
         }
-        LegFailure::Busy => error(503, "overloaded_error", OVERLOAD),
+        LegFailure::Busy { .. } => error(503, "overloaded_error", OVERLOAD),
         LegFailure::Instance(why) => {
             let (status, mut body) = error(500, "server_error", &failure.to_string());
             body["error"]["kvferry"] = FailureNotice::new(why, peer).object();

@@ -174,7 +174,10 @@ impl SimEngine {
             ));
         }
         let idle = self.requests.len() - self.running.len();
-        if idle >= self.config.max_waiting as usize { Err(LegFailure::Busy) } else { Ok(()) }
+        match idle >= self.config.max_waiting as usize {
+            true => Err(LegFailure::Busy { retry_after: None }),
+            false => Ok(()),
+        }
     }
 
     /// The engine's own id of a request, as vLLM makes it from `X-Request-Id`.

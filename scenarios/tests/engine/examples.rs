@@ -324,7 +324,7 @@ fn what_can_never_run_is_a_bad_request() {
         bench.leg(prompt(4), 1, false);
     }
     let leg = bench.leg(prompt(4), 1, false);
-    let busy = LegEvent::Failed(LegFailure::Busy);
+    let busy = LegEvent::Failed(LegFailure::Busy { retry_after: None });
     assert_eq!(end(&told(&mut bench), leg), Some(&busy));
 }
 

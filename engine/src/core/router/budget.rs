@@ -1,4 +1,5 @@
-//! Which share of the requests may be sent again: more would add to the overload that failed them.
+//! Which share of the requests may be sent again: more would add to the overload that failed them. And
+//! how long those that wait will take, by how many were served lately.
 
 use super::io::RetryShare;
 use crate::core::time::Nanos;
@@ -8,11 +9,13 @@ pub(super) const WINDOW: u64 = 10;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// What began within one second.
+/// What happened within one second.
 #[derive(Clone, Copy, Debug, Default)]
 struct BudgetSlot {
     requests: u64,
     retries: u64,
+    /// Requests that ended well.
+    served: u64,
 }
 
 /// Requests and retries of the last [`WINDOW`] seconds, each second in a slot.
@@ -40,6 +43,23 @@ impl RetryBudget {
         self.slot(now).requests += 1;
     }
 
+    /// A request ended well.
+    pub(super) fn served(&mut self, now: Nanos) {
+        self.slot(now).served += 1;
+    }
+
+    /// Time in which so many requests were served lately; the whole window if none was.
+    pub(super) fn time_for(&self, now: Nanos, requests: usize) -> Nanos {
+        let second = now.0 / SECOND;
+        let is_fresh = second.saturating_sub(self.second) < WINDOW;
+        let served: u64 = self.slots.iter().filter(|_| is_fresh).map(|slot| slot.served).sum();
+        let window = Nanos(WINDOW.min(second + 1) * SECOND);
+        match served {
+            0 => window,
+            served => window.scale(requests as u64, served),
+        }
+    }
+
     /// True if something may be sent again, which is counted, with so many requests open.
     pub(super) fn take(&mut self, now: Nanos, open: usize, share: RetryShare) -> bool {
         self.slot(now);
@@ -60,6 +80,16 @@ mod tests {
     fn taken(budget: &mut RetryBudget, at: u64, open: usize, share: RetryShare) -> usize {
         let now = Nanos::from_ms(at);
         (0..1_000).take_while(|_| budget.take(now, open, share)).count()
+    }
+
+    #[test]
+    fn time_for_requests_follows_those_that_were_served() {
+        let mut budget = RetryBudget::default();
+        let at = Nanos::from_secs(100);
+        assert_eq!(budget.time_for(at, 5), Nanos::from_secs(WINDOW));
+        (0..20).for_each(|_| budget.served(at));
+        assert_eq!(budget.time_for(at, 5), Nanos::from_ms(2_500));
+        assert_eq!(budget.time_for(Nanos::from_secs(110), 5), Nanos::from_secs(WINDOW));
     }
 
     #[test]

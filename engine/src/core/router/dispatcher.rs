@@ -7,6 +7,7 @@ use super::load::ServerLoad;
 use super::pairing::{Choice, SelectionRequest};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
 use super::requests::{PromptState, SampleProgress, SampleState};
+use super::room::RefusedLeg;
 use super::view::RouterCounters;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, Incarnation, LegId, TransferId, TransferKey};
@@ -32,6 +33,8 @@ pub(super) struct LegInFlight {
     pub(super) prefill: Option<InstanceId>,
     /// What it was charged to its instance.
     tokens: u64,
+    /// Legs that its instance had in flight when it was assigned.
+    ahead: u32,
     /// Of a decode leg that reads by MoRIIO, or between static instances: what is sent when the
     /// prefill has answered.
     held: Option<Box<(InstancePair, LegBody)>>,
@@ -40,8 +43,8 @@ pub(super) struct LegInFlight {
 impl LegInFlight {
     /// A prefill leg for a prompt of a client.
     fn new((client, prompt): (ClientId, usize), instance_id: InstanceId, tokens: u64) -> Self {
-        let (sample, prefill, held) = (None, None, None);
-        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, held }
+        let (sample, prefill, ahead, held) = (None, None, 0, None);
+        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, ahead, held }
     }
 }
 
@@ -52,6 +55,8 @@ pub(super) enum RouterTimer {
     Expiry(InstanceId),
     /// A suspect instance may take legs again.
     Heal(InstanceId),
+    /// An instance that refused legs as busy is asked again.
+    Room(InstanceId),
     /// An instance that did not answer, or whose models are to be read again, is probed again.
     Probe(InstanceId),
     /// Servers are asked for their load.
@@ -204,20 +209,22 @@ impl LegDispatcher {
         waiting.all(|work| self.want(now, client, work).is_direct())
     }
 
-    /// Sends each waiting sample of a prompt to a decode that computes it alone.
+    /// Sends each waiting sample of a prompt to a decode that computes it alone. False if there is
+    /// none for one of them; then that one and those after it wait.
     pub(super) fn dispatch_direct(
         &mut self,
         (client, index): (ClientId, usize),
         work: &mut PromptState,
         turn: &mut RouterTurn<'_>,
-    ) {
-        self.counters.direct += 1;
+    ) -> bool {
+        let mut is_first = true;
         for sample in 0..work.samples.len() {
             if work.samples[sample].progress != SampleProgress::Waiting {
                 continue;
             }
             let decode = self.want(turn.now, client, work).choose_alone();
-            let decode = decode.expect("who takes one prompt of a request takes all");
+            let Some(decode) = decode else { return false };
+            self.counters.direct += u64::from(std::mem::take(&mut is_first));
             let transfer = DecodeLeg::alone(self.new_transfer(), decode.mode);
             let (prompt, output) = (index as u32, work.output);
             let nth = sample as u32;
@@ -232,6 +239,7 @@ impl LegDispatcher {
             work.samples[sample].progress = SampleProgress::Running(leg);
             work.samples[sample].dispatched += 1;
         }
+        true
     }
 
     fn dispatch_decode(
@@ -282,9 +290,10 @@ impl LegDispatcher {
     }
 
     /// Charges a leg to its instance.
-    fn assign(&mut self, leg: LegInFlight, prefix: &[u64]) -> LegId {
+    fn assign(&mut self, mut leg: LegInFlight, prefix: &[u64]) -> LegId {
         let id = LegId(self.next_leg);
         self.next_leg += 1;
+        leg.ahead = self.registry.instance_mut(leg.instance_id).legs.len() as u32;
         self.registry.assign(leg.instance_id, id, leg.client, leg.tokens);
         self.registry.instance_mut(leg.instance_id).prefixes.touch(prefix);
         self.legs.insert(id, leg);
@@ -347,10 +356,31 @@ impl LegDispatcher {
         }
     }
 
-    /// Notes that the instance of a leg in flight answered.
-    pub(super) fn succeeded(&mut self, instance_id: InstanceId) {
-        self.registry.instance_mut(instance_id).health.succeeded();
+    /// Notes that the instance of a leg in flight served it.
+    pub(super) fn succeeded(&mut self, id: LegId, instance_id: InstanceId) {
+        let instance = self.registry.instance_mut(instance_id);
+        instance.health.succeeded();
+        instance.room.served(id, LegId(self.next_leg), instance.legs.len());
         self.timers.cancel(&RouterTimer::Heal(instance_id));
+        self.timers.cancel(&RouterTimer::Room(instance_id));
+    }
+
+    /// Notes that the instance of a leg in flight refused it as busy.
+    pub(super) fn refused(&mut self, now: Nanos, id: LegId, retry_after: Option<Nanos>) {
+        let LegInFlight { instance_id, ahead, .. } = self.legs[&id];
+        let instance = self.registry.instance_mut(instance_id);
+        let http = instance.registration.http.clone();
+        let is_shared = self
+            .registry
+            .at(&http)
+            .any(|(other, instance)| other != instance_id && !instance.legs.is_empty());
+        let next = LegId(self.next_leg);
+        let refused = RefusedLeg { leg: id, next, ahead, is_shared, retry_after };
+        let room = &mut self.registry.instance_mut(instance_id).room;
+        if let Some(until) = room.refused(now, refused, &self.config) {
+            self.timers.arm(RouterTimer::Room(instance_id), until);
+        }
+        self.counters.busy += 1;
     }
 
     /// Notes that a leg in flight failed.
@@ -529,6 +559,7 @@ impl LegDispatcher {
     pub(super) fn remove(&mut self, instance_id: InstanceId) {
         self.timers.cancel(&RouterTimer::Expiry(instance_id));
         self.timers.cancel(&RouterTimer::Heal(instance_id));
+        self.timers.cancel(&RouterTimer::Room(instance_id));
         self.timers.cancel(&RouterTimer::Probe(instance_id));
         self.registry.remove(instance_id);
     }

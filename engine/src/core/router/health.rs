@@ -37,7 +37,9 @@ pub(in crate::core) enum FailureSeverity {
 /// What a failed leg says about its instance.
 pub(in crate::core) fn of_instance(failure: &LegFailure) -> FailureSeverity {
     match failure {
-        LegFailure::Connection | LegFailure::Busy => FailureSeverity::Failure,
+        LegFailure::Connection => FailureSeverity::Failure,
+        LegFailure::Busy { .. } if planted!("busy-counts-as-failure") => FailureSeverity::Failure,
+        LegFailure::Busy { .. } => FailureSeverity::Nothing,
         LegFailure::Answer(_) => FailureSeverity::Strike,
         LegFailure::Request(_) => FailureSeverity::Nothing,
         LegFailure::Instance(failure) => match failure {
@@ -71,6 +73,11 @@ impl Health {
     /// True if it is kept out of traffic.
     pub(super) fn is_suspect(&self, now: Nanos) -> bool {
         now < self.until
+    }
+
+    /// Time before which it is kept out of traffic.
+    pub(super) fn until(&self) -> Nanos {
+        self.until
     }
 
     /// From which leg on a leg in flight is a trial that others wait for, if trials are wanted.

@@ -153,8 +153,11 @@ pub enum LegEvent {
 pub enum LegFailure {
     /// Connection refused, cut, or timed out.
     Connection,
-    /// The instance said it is overloaded or draining (429, 503).
-    Busy,
+    /// The instance is full (429, 503): says nothing against the instance or the request.
+    Busy {
+        /// Time after which it wants to be asked again (`Retry-After`), if it said so.
+        retry_after: Option<Nanos>,
+    },
     /// The instance failed the request (5xx).
     Instance(Failure),
     /// The instance answered with this HTTP status, or with what is no answer to the request; says
@@ -168,7 +171,7 @@ impl fmt::Display for LegFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             LegFailure::Connection => f.write_str("connection failed"),
-            LegFailure::Busy => f.write_str("instance busy"),
+            LegFailure::Busy { .. } => f.write_str("instance busy"),
             LegFailure::Instance(failure) => write!(f, "{failure}"),
             LegFailure::Answer(status) => write!(f, "instance answered with status {status}"),
             LegFailure::Request(why) => write!(f, "bad request: {why}"),

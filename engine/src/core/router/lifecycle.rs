@@ -12,6 +12,9 @@ use crate::core::message::FinishReason;
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
+/// Shortest pause of a request with several samples, one of which was refused as busy.
+const BUSY_PAUSE_MIN: Nanos = Nanos::from_ms(20);
+
 impl Router {
     /// Takes a new request in.
     pub(super) fn request(&mut self, request: ClientRequest, turn: &mut RouterTurn<'_>) {
@@ -76,31 +79,34 @@ impl Router {
         self.active < self.dispatcher.config.requests_max
     }
 
-    /// Sends what waits of a request; false if there is no instance for it.
+    /// Sends what waits of a request; false if there is no instance for some of it.
     fn dispatch(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) -> bool {
         let request = self.requests.get_mut(&client).expect("only known requests are sent");
-        let mut id = None;
+        let (mut id, mut all_sent) = (None, true);
         let are_direct = self.dispatcher.are_direct(turn.now, client, &request.works);
         for (index, work) in request.works.iter_mut().enumerate() {
             if !work.is_waiting() {
                 continue;
             }
-            if are_direct {
-                self.dispatcher.dispatch_direct((client, index), work, turn);
-                continue;
-            }
-            let first = id.is_none();
-            if !self.dispatcher.dispatch(client, index, work, &mut id, turn) {
-                assert!(first, "what takes one prompt of a request takes all");
-                return false;
+            let is_sent = match are_direct {
+                true => self.dispatcher.dispatch_direct((client, index), work, turn),
+                false => self.dispatcher.dispatch(client, index, work, &mut id, turn),
+            };
+            if !is_sent {
+                all_sent = false;
+                break;
             }
         }
-        if !request.started {
+        let begins =
+            !request.started && request.works.iter().any(|work| work.legs().next().is_some());
+        if begins {
             request.started = true;
             self.active += 1;
         }
-        self.unqueue(client);
-        true
+        if all_sent {
+            self.unqueue(client);
+        }
+        all_sent
     }
 
     fn enqueue(&mut self, now: Nanos, client: ClientId) {
@@ -121,7 +127,8 @@ impl Router {
             // They take nothing for as long as its own pause, or are tried by another request.
             true => config.wait_max + config.pause(tried),
         };
-        self.dispatcher.timers.arm(RouterTimer::Wait(client), now + wait);
+        let until = request.busy_until.map_or(Nanos::MAX, |until| until.max(now));
+        self.dispatcher.timers.arm(RouterTimer::Wait(client), until.min(now + wait));
     }
 
     fn unpause(&mut self, client: ClientId) {
@@ -161,6 +168,8 @@ impl Router {
         let model = request.works.first().and_then(|work| work.model.clone());
         let answer = if let Some(cause) = &request.cause {
             ClientAnswer::Failed(cause.clone())
+        } else if self.dispatcher.registry.is_full(turn.now, model.as_deref()) {
+            ClientAnswer::Failed(LegFailure::Busy { retry_after: None })
         } else if let Some(served) = self.without_model(turn.now, model.as_deref()) {
             ClientAnswer::NoModel(served)
         } else {
@@ -184,6 +193,7 @@ impl Router {
     fn send_again(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
         let pause = self.dispatcher.config.pause(self.requests[&client].tried);
         if pause > Nanos::ZERO && self.would_repeat(turn.now, client) {
+            self.unqueue(client);
             self.paused.insert(client);
             self.dispatcher.timers.arm(RouterTimer::Retry(client), turn.now + pause);
         } else if !self.dispatch(client, turn) {
@@ -229,6 +239,9 @@ impl Router {
         }
         self.active -= u32::from(request.started && !planted!("requests-stay-active"));
         if let Some(answer) = answer {
+            if let ClientAnswer::Finished { .. } = answer {
+                self.budget.served(turn.now);
+            }
             turn.push(RouterEffect::Answer { client, answer });
         }
     }
@@ -242,11 +255,11 @@ impl Router {
         let (instance_id, is_prefill) = (leg.instance_id, leg.sample.is_none());
         match event {
             LegEvent::FirstToken => {
-                self.dispatcher.succeeded(instance_id);
+                self.dispatcher.succeeded(id, instance_id);
                 self.first_token(id);
             }
             LegEvent::Prefilled { params } if is_prefill => {
-                self.dispatcher.succeeded(instance_id);
+                self.dispatcher.succeeded(id, instance_id);
                 self.prefilled(id, Some(&params), turn);
             }
             // Said of another leg than a prefill's it is as if nothing had been recomputed.
@@ -255,7 +268,7 @@ impl Router {
                 self.leg_event(id, LegEvent::Done { reason, recomputed: None }, turn);
             }
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
-                self.dispatcher.succeeded(instance_id);
+                self.dispatcher.succeeded(id, instance_id);
                 self.dispatcher.note_kv_result(turn.now, id, recomputed.as_ref());
                 self.done(id, recomputed, turn);
             }
@@ -323,6 +336,9 @@ impl Router {
 
     fn failed(&mut self, id: LegId, failure: LegFailure, turn: &mut RouterTurn<'_>) {
         let instance_id = self.dispatcher.leg(id).expect("checked by the caller").instance_id;
+        if let LegFailure::Busy { retry_after } = failure {
+            self.dispatcher.refused(turn.now, id, retry_after);
+        }
         self.dispatcher.failed(turn.now, id, instance_id, &failure);
         let leg = self.dispatcher.end(id);
         self.fail_over(leg, failure, turn);
@@ -335,6 +351,7 @@ impl Router {
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
         let mut streamed = false;
+        let is_busy = matches!(failure, LegFailure::Busy { .. });
         match sample {
             None => {
                 work.prefill = None;
@@ -352,12 +369,8 @@ impl Router {
                 }
             }
         }
-        work.avoid(instance_id);
-        match (&failure, prefill) {
-            (LegFailure::Instance(why), Some(prefill)) if why.is_of_pair() => {
-                work.failed_pairs.push((prefill, instance_id));
-            }
-            _ => work.blamed.push(instance_id),
+        if !is_busy {
+            work.blame(instance_id, prefill, &failure);
         }
         if let Some(prefill) = work.prefill.take()
             && !planted!("other-leg-is-not-cancelled")
@@ -371,7 +384,9 @@ impl Router {
                 self.dispatcher.cancel(leg, turn);
                 sample.progress = SampleProgress::Waiting;
             }
-            if sample.progress == SampleProgress::Waiting {
+            if sample.progress == SampleProgress::Waiting && is_busy {
+                sample.dispatched -= 1;
+            } else if sample.progress == SampleProgress::Waiting {
                 let retries = self.dispatcher.config.retries_max;
                 let sent = sample.dispatched + u32::from(planted!("one-retry-less"));
                 exhausted |= sent > retries && !planted!("retries-without-limit");
@@ -379,6 +394,9 @@ impl Router {
         }
         if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
+        }
+        if is_busy {
+            return self.find_room(client, failure, turn);
         }
         let share = self.dispatcher.config.retry_share;
         let share = share.filter(|_| !planted!("retries-have-no-budget"));
@@ -388,9 +406,32 @@ impl Router {
         }
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         request.cause = Some(failure);
+        request.busy_until = None;
         request.tried += 1;
         self.dispatcher.counters.retries += 1;
         self.send_again(client, turn);
+    }
+
+    /// Sends what waits of a request again, one leg of which an instance refused as busy, or has it
+    /// wait for room until its time is over. If its prompts have several samples, all of which the
+    /// refusal of one ended, room for one does not show that there is room for all: it pauses first.
+    fn find_room(&mut self, client: ClientId, busy: LegFailure, turn: &mut RouterTurn<'_>) {
+        let config = &self.dispatcher.config;
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        let until = *request.busy_until.get_or_insert(turn.now + config.wait_max);
+        request.cause = Some(busy.clone());
+        if turn.now >= until {
+            return self.finish(client, Some(ClientAnswer::Failed(busy)), turn);
+        }
+        if request.works.iter().any(|work| work.samples.len() > 1) {
+            request.tried += 1;
+            let pause = config.pause(request.tried).max(BUSY_PAUSE_MIN);
+            self.unqueue(client);
+            self.paused.insert(client);
+            self.dispatcher.timers.arm(RouterTimer::Retry(client), (turn.now + pause).min(until));
+        } else if !self.dispatch(client, turn) {
+            self.enqueue(turn.now, client);
+        }
     }
 
     /// Fails the legs of an instance over that takes no more; streams only if told so.

@@ -126,7 +126,11 @@ impl Registry {
         }
     }
 
-    fn at(&self, http: &Endpoint) -> impl Iterator<Item = (InstanceId, &RegisteredInstance)> {
+    /// The instances of the server at this address.
+    pub(super) fn at(
+        &self,
+        http: &Endpoint,
+    ) -> impl Iterator<Item = (InstanceId, &RegisteredInstance)> {
         self.iter().filter(move |(_, instance)| instance.registration.http == *http)
     }
 }

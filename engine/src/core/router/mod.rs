@@ -7,6 +7,7 @@
 //! transfer key. When a leg fails, the others of that dispatch are cancelled at once and the
 //! samples of which the client has seen nothing are sent again under a new transfer id: at once to
 //! others, to the same instances after a pause, which ends when one comes that has not failed them.
+//! A leg that an instance refuses as busy waits for room, there or elsewhere, and counts as no try.
 //! The timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
 //!
@@ -54,6 +55,7 @@ mod registry;
 mod rejections;
 mod release;
 mod requests;
+mod room;
 mod view;
 
 pub use admission::ListedInstances;
@@ -164,6 +166,21 @@ impl Router {
     /// True if it is about to end: it has let its instances go, or takes no new requests.
     pub fn is_draining(&self) -> bool {
         self.draining || self.released
+    }
+
+    /// Time after which a request that is refused now is worth sending again: until an instance takes
+    /// legs and those that wait are served, at the rate of late, a second at least and a minute at
+    /// most.
+    pub fn retry_after(&self, now: Nanos) -> Nanos {
+        let again = match self.dispatcher.has_both(now) {
+            true => {
+                let opens = self.dispatcher.registry.opens_after(now);
+                opens.max(self.budget.time_for(now, self.waits() + 1))
+            }
+            // An instance that is to come back has registered by then.
+            false => self.dispatcher.config.expiry,
+        };
+        again.clamp(Nanos::from_secs(1), Nanos::from_secs(60))
     }
 
     fn control(&mut self, event: ControlEvent, turn: &mut RouterTurn<'_>) {
@@ -332,8 +349,8 @@ impl Router {
         while let Some(timer) = self.dispatcher.timers.pop_due(turn.now) {
             match timer {
                 RouterTimer::Expiry(instance_id) => self.expired(instance_id, turn),
-                // It was armed to have the waiting requests looked at.
-                RouterTimer::Heal(_) => {}
+                // They are armed to have the waiting requests looked at.
+                RouterTimer::Heal(_) | RouterTimer::Room(_) => {}
                 RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, turn),
                 RouterTimer::Load => self.dispatcher.ask_loads(turn),
                 RouterTimer::Wait(client) => self.gave_up(client, turn),

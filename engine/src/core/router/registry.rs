@@ -7,6 +7,7 @@ use super::io::{Dialects, PairMember, RouterConfig};
 use super::load::{KnownLoad, LegWeights};
 use super::prefixes::PrefixMemory;
 use super::rejections::RejectReason;
+use super::room::LegRoom;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::dialect::moriio::registration::MoriioRegistration;
 use crate::core::ids::{ClientId, EngineId, Incarnation, LegId};
@@ -46,6 +47,8 @@ pub(super) struct RegisteredInstance {
     pub(super) expires: Nanos,
     /// What its legs told of it.
     pub(super) health: Health,
+    /// What its busy answers told of the legs that it takes.
+    pub(super) room: LegRoom,
     /// True once the registration has expired; only streams are left.
     pub(super) lost: bool,
     /// Tokens of its legs in flight, as charged by the pairing.
@@ -97,6 +100,7 @@ impl RegisteredInstance {
         self.is_there(now)
             && !self.unproven
             && (self.follows.is_none() || planted!("a-new-role-is-served-at-once"))
+            && (self.has_room(now) || planted!("full-instances-get-legs"))
             && (!self.health.is_suspect(now) || planted!("suspects-get-legs"))
             && self.health.on_trial().is_none_or(|since| {
                 self.legs.range(since..).next().is_none_or(|(_, tries)| *tries == client)
@@ -419,6 +423,7 @@ impl Registry {
                 registered: now,
                 expires: now + config.expiry,
                 health: Health::default(),
+                room: LegRoom::default(),
                 lost: false,
                 tokens: 0,
                 listed_models: None,

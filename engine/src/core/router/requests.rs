@@ -5,6 +5,7 @@ use super::queue::{QueueLine, QueuePosition};
 use super::registry::InstanceId;
 use crate::core::error::Failure;
 use crate::core::ids::{LegId, TransferKey};
+use crate::core::time::Nanos;
 use std::sync::Arc;
 
 /// How far a sample is.
@@ -83,6 +84,22 @@ impl PromptState {
         self.samples.iter().all(|sample| sample.progress == SampleProgress::Done)
     }
 
+    /// Notes which instance failed it, or which pair.
+    pub(super) fn blame(
+        &mut self,
+        instance_id: InstanceId,
+        prefill: Option<InstanceId>,
+        failure: &LegFailure,
+    ) {
+        self.avoid(instance_id);
+        match (failure, prefill) {
+            (LegFailure::Instance(why), Some(prefill)) if why.is_of_pair() => {
+                self.failed_pairs.push((prefill, instance_id));
+            }
+            _ => self.blamed.push(instance_id),
+        }
+    }
+
     /// Prefers other instances from now on.
     pub(super) fn avoid(&mut self, instance_id: InstanceId) {
         if !self.avoid.contains(&instance_id) {
@@ -114,6 +131,8 @@ pub(super) struct RouterRequest {
     pub(super) tried: u32,
     /// The last failure of a leg.
     pub(super) cause: Option<LegFailure>,
+    /// End of its time to find room, since one of its legs was refused as busy.
+    pub(super) busy_until: Option<Nanos>,
     /// The first reason why a decode computed a prompt itself.
     pub(super) recomputed: Option<Failure>,
 }
@@ -156,6 +175,7 @@ impl RouterRequest {
             ticket: None,
             tried: 0,
             cause: None,
+            busy_until: None,
             recomputed: None,
         })
     }

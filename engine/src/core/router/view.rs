@@ -56,8 +56,10 @@ pub struct InstanceView<'a> {
     pub legs: u32,
     /// What its server said of its load and how long ago, if that counts.
     pub load: Option<(ServerLoad, Nanos)>,
-    /// True if its server is so busy by that that others are taken.
+    /// True if its server is so busy by that that others are taken, or it takes no more legs now.
     pub busy: bool,
+    /// Legs that it takes at a time, if it refused one as busy.
+    pub legs_max: Option<u32>,
     /// Whether it gets new legs.
     pub state: InstanceState,
     /// The models that it serves, as far as known.
@@ -97,7 +99,8 @@ impl<'a> InstanceView<'a> {
             tokens: instance.tokens,
             legs: instance.legs.len() as u32,
             load: instance.load(now).map(|load| (load.said, now - load.at)),
-            busy: instance.is_busy(now),
+            busy: instance.is_busy(now) || !instance.has_room(now),
+            legs_max: instance.room.limit(),
             state,
             models: instance.models(),
         }
@@ -126,6 +129,8 @@ pub struct RouterCounters {
     pub unread: u64,
     /// Samples sent again.
     pub retries: u64,
+    /// Legs that instances refused as busy.
+    pub busy: u64,
     /// Failures after which nothing was sent again, because too much was.
     pub refused_retries: u64,
     /// Requests that were refused because too many were open or waited.

@@ -1,5 +1,6 @@
 //! Error objects as OpenAI's clients expect them.
 
+use super::retry_after::seconds;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use hyper::StatusCode;
@@ -7,6 +8,7 @@ use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use kvferry_engine::core::router::NAMED_MODELS_MAX;
 use serde::Serialize;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Characters of a client's name for a model that it is shown.
 const NAME_SHOWN: usize = 200;
@@ -36,6 +38,8 @@ enum ErrorCode {
 pub(crate) struct HttpError {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
+    /// Time after which the request may be sent again, if it is known.
+    retry_after: Option<Duration>,
 }
 
 impl HttpError {
@@ -65,7 +69,13 @@ impl HttpError {
 
     fn with_detail(status: StatusCode, error: ErrorDetail<'_>) -> HttpError {
         let body = serde_json::to_vec(&ErrorBody { error }).expect("texts and numbers are JSON");
-        HttpError { status, body: body.into() }
+        HttpError { status, body: body.into(), retry_after: None }
+    }
+
+    /// The same with this time for the next try, if it has none.
+    pub(crate) fn or_retry_after(mut self, span: Option<Duration>) -> HttpError {
+        self.retry_after = self.retry_after.or(span);
+        self
     }
 
     /// No instance serves `asked`; `served` are models that are served.
@@ -93,7 +103,7 @@ impl HttpError {
             it.contains_key("error") || it.get("object").is_some_and(|it| it == "error")
         });
         if is_error {
-            return HttpError { status, body };
+            return HttpError { status, body, retry_after: None };
         }
         let text = String::from_utf8_lossy(&body);
         let shown: String = text.chars().take(1000).collect();
@@ -124,7 +134,8 @@ impl IntoResponse for HttpError {
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         if matches!(self.status, StatusCode::SERVICE_UNAVAILABLE | StatusCode::TOO_MANY_REQUESTS) {
-            headers.insert(RETRY_AFTER, HeaderValue::from_static("1"));
+            let span = self.retry_after.unwrap_or_default();
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds(span)));
         }
         response
     }

@@ -35,7 +35,7 @@ use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
@@ -142,6 +142,7 @@ pub(crate) struct HttpAdapter {
     clients: HashMap<ClientId, ClientState>,
     legs: HashMap<LegId, InFlightLeg>,
     loads: LoadCalls,
+    clock: Clock,
 }
 
 impl HttpAdapter {
@@ -154,10 +155,11 @@ impl HttpAdapter {
         settings: Arc<HttpSettings>,
         metrics: RouterMetrics,
     ) -> RouterAddr {
+        let now = clock.clone();
         let adapter = |core| {
             let (clients, legs) = Default::default();
             let loads = LoadCalls::new();
-            HttpAdapter { core, plane, pool, settings, metrics, clients, legs, loads }
+            HttpAdapter { core, plane, pool, settings, metrics, clients, legs, loads, clock: now }
         };
         Driver::start(adapter, router, None, clock)
     }
@@ -380,19 +382,25 @@ impl HttpAdapter {
         out: &mut RouterInputQueue,
     ) {
         let LegError { failure, refusal } = fault;
-        tracing::warn!(%leg, engine = %running.engine, role = role_name(running.role),
-            client = %running.client, %failure, "leg failed");
+        // A busy instance says so as often as it is full.
+        match &failure {
+            LegFailure::Busy { .. } => tracing::debug!(%leg, engine = %running.engine,
+                role = role_name(running.role), client = %running.client, "leg refused as busy"),
+            failure => tracing::warn!(%leg, engine = %running.engine,
+                role = role_name(running.role), client = %running.client, %failure, "leg failed"),
+        }
         if let Some(span) = running.span.take() {
             leg_failed(span, &failure);
         }
-        self.leg_ended(running, "failed");
+        let is_busy = matches!(failure, LegFailure::Busy { .. });
+        self.leg_ended(running, if is_busy { "busy" } else { "failed" });
         if let Some(client) = self.clients.get_mut(&running.client) {
             client.fault = Some(refusal);
         }
         out.push_back(leg_input(leg, LegEvent::Failed(failure)));
     }
 
-    fn answer(&mut self, client: ClientId, answer: &ClientAnswer) {
+    fn answer(&mut self, core: &Router, client: ClientId, answer: &ClientAnswer) {
         let Some(mut known) = self.clients.remove(&client) else { return };
         let ended = match answer {
             ClientAnswer::Finished { .. } => Ok(()),
@@ -421,6 +429,8 @@ impl HttpAdapter {
                 ),
             )),
         };
+        let again = || Duration::from_nanos(core.retry_after((self.clock)()).0);
+        let ended = ended.map_err(|error| error.or_retry_after(Some(again())));
         let _ = known.events.try_send(ClientEvent::Ended(ended));
     }
 }
@@ -447,9 +457,11 @@ fn done() -> LegEvent {
 fn refusal(failure: &LegFailure) -> HttpError {
     match failure {
         LegFailure::Request(why) => HttpError::bad(why, ""),
-        LegFailure::Busy { .. } => {
-            HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "all instances are busy")
-        }
+        LegFailure::Busy { .. } => HttpError::new(
+            StatusCode::SERVICE_UNAVAILABLE,
+            "all instances that serve the request are busy, and none took it within \
+                 --queue-timeout: send it again later, or have the operator add instances",
+        ),
         failure => {
             HttpError::new(StatusCode::BAD_GATEWAY, &format!("no instance served: {failure}"))
         }
@@ -474,7 +486,7 @@ impl PlaneAdapter for HttpAdapter {
         wake
     }
 
-    fn perform(&mut self, _: &Router, effect: RouterEffect, out: &mut RouterInputQueue) {
+    fn perform(&mut self, core: &Router, effect: RouterEffect, out: &mut RouterInputQueue) {
         match effect {
             RouterEffect::Control(command) => {
                 let events = perform_control(&mut self.plane, command);
@@ -489,7 +501,7 @@ impl PlaneAdapter for HttpAdapter {
                     running.task.abort();
                 }
             }
-            RouterEffect::Answer { client, answer } => self.answer(client, &answer),
+            RouterEffect::Answer { client, answer } => self.answer(core, client, &answer),
             RouterEffect::Probe { probe, http: to, is_unproven, wants_models } => {
                 let order = ProbeOrder { probe, to, is_unproven, wants_models };
                 let key = self.settings.authorization.clone();

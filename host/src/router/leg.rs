@@ -3,6 +3,7 @@
 use super::args::HttpLimits;
 use super::error::HttpError;
 use super::pool::{ConnectionPool, PooledBody, chain};
+use super::retry_after::retry_after;
 use super::sse;
 use crate::instance::{ReportedFailure, find_failure};
 use bytes::Bytes;
@@ -10,6 +11,7 @@ use http_body_util::{BodyExt, Full, Limited};
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Request, StatusCode};
+use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::router::LegFailure;
@@ -17,7 +19,7 @@ use kvferry_engine::fabric::Endpoint;
 use memchr::memmem;
 use serde::Deserialize;
 use serde_json::value::RawValue;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
 
 /// Longest error answer that is kept, in bytes.
@@ -128,7 +130,7 @@ async fn exchange(
     let (head, mut body) = answer?.into_parts();
     let head = ResponseHead { status: head.status, headers: head.headers };
     if !head.status.is_success() {
-        return Err(ExchangeError::Fault(Box::new(refused(head.status, body, limits).await?)));
+        return Err(ExchangeError::Fault(Box::new(refused(&head, body, limits).await?)));
     }
     if !stream {
         let whole = collect(body, limits.answer_bytes, limits.idle).await?;
@@ -151,7 +153,7 @@ async fn exchange(
         }
     }
     match first.error() {
-        Some((status, error)) => Err(ExchangeError::Fault(Box::new(fault(status, error)))),
+        Some((status, error)) => Err(ExchangeError::Fault(Box::new(fault(status, None, error)))),
         None => Ok(LegResult::Begun(head, first.bytes, body)),
     }
 }
@@ -222,11 +224,12 @@ impl StreamHead {
 }
 
 async fn refused(
-    status: StatusCode,
+    head: &ResponseHead,
     body: PooledBody,
     limits: HttpLimits,
 ) -> Result<LegError, String> {
-    Ok(fault(status, collect(body, ERROR_MAX, limits.idle).await?))
+    let again = retry_after(&head.headers, SystemTime::now());
+    Ok(fault(head.status, again, collect(body, ERROR_MAX, limits.idle).await?))
 }
 
 /// What the core is told of a leg that failed with this status and perhaps for this. Of a kind that
@@ -239,18 +242,18 @@ fn answered(status: StatusCode, told: Option<Failure>) -> LegFailure {
 }
 
 /// What an instance's error says. An instance of our own tells what is behind it.
-fn fault(status: StatusCode, body: Bytes) -> LegError {
+fn fault(status: StatusCode, again: Option<Duration>, body: Bytes) -> LegError {
     if status == StatusCode::MISDIRECTED_REQUEST {
         return LegError::misdirected(&HttpError::relayed(status, body));
     }
     let failure = match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
-            LegFailure::Busy { retry_after: None }
+            LegFailure::Busy { retry_after: again.map(|span| Nanos(span.as_nanos() as u64)) }
         }
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
         status => answered(status, find_failure(&body).and_then(|heard| heard.failure)),
     };
-    LegError { failure, refusal: HttpError::relayed(status, body) }
+    LegError { failure, refusal: HttpError::relayed(status, body).or_retry_after(again) }
 }
 
 /// All of a body; silence between its parts and its length are bounded.
@@ -312,7 +315,11 @@ mod tests {
             let heard = find_failure(answer.as_bytes()).expect("it is told");
             assert_eq!(LegError::from_reported(heard, &"p0".into()).failure, failure, "{told}");
             let error = format!(r#"{{"error":{answer}}}"#);
-            assert_eq!(fault(StatusCode::BAD_GATEWAY, error.into()).failure, failure, "{told}");
+            assert_eq!(
+                fault(StatusCode::BAD_GATEWAY, None, error.into()).failure,
+                failure,
+                "{told}"
+            );
         }
     }
 

@@ -103,7 +103,8 @@ pub(crate) struct RouterMetrics {
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 11] = [
+const CORE: [(&str, &str); 12] = [
+    ("busy_legs", "Legs that instances refused as busy"),
     ("retries", "Transfers sent again after a failure"),
     ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
     ("shed", "Requests that were refused because too many are open or wait"),
@@ -206,8 +207,9 @@ impl RouterMetrics {
         self.waiting.set(i64::from(waiting));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
         let RouterCounters { replaced, switched, suspicions, cancelled, unread, .. } = counters;
-        let unknown_models = &counters.unknown_models;
+        let RouterCounters { busy, unknown_models, .. } = counters;
         let counts = [
+            busy,
             retries,
             refused_retries,
             shed,

@@ -26,6 +26,7 @@ mod pool;
 mod probe;
 mod relay;
 mod request_spans;
+mod retry_after;
 mod routed_request;
 mod server;
 mod sse;

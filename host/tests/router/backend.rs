@@ -48,6 +48,8 @@ impl ReceivedLeg {
 pub(crate) enum Act {
     Json(u16, Value),
     Text(u16, &'static str),
+    /// A status, what it says of the time to come again, and the error.
+    Busy(u16, String, Value),
     /// Chunks of an event stream, then its end.
     Stream(Vec<String>),
     /// Chunks, then the connection is cut.
@@ -117,7 +119,8 @@ fn usual(role: Role, leg: &ReceivedLeg, partners: &Mutex<Vec<ReceivedLegs>>) -> 
     }
 }
 
-fn answer(role: Role, leg: &ReceivedLeg) -> Act {
+/// What an instance answers at once.
+pub(crate) fn answer(role: Role, leg: &ReceivedLeg) -> Act {
     let text = if role == Role::Prefill { "from P" } else { "from D" };
     let id = format!("cmpl-{}", leg.header("x-request-id"));
     if role == Role::Decode && leg.body["stream"] == true {
@@ -214,11 +217,15 @@ impl Drop for DropCounter {
 }
 
 async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
-    let mut act = act;
+    let (mut act, mut retry_after) = (act, None);
     loop {
         let (status, kind, body) = match act {
             Act::Json(status, value) => {
                 (status, "application/json", chunks(vec![value.to_string()], true))
+            }
+            Act::Busy(status, again, error) => {
+                retry_after = Some(again);
+                (status, "application/json", chunks(vec![error.to_string()], true))
             }
             Act::Text(status, text) => (status, "text/plain", chunks(vec![text.into()], true)),
             Act::Stream(list) => (200, "text/event-stream", chunks(list, true)),
@@ -260,7 +267,10 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
                 continue;
             }
         };
-        let response = Response::builder().status(status).header("content-type", kind);
+        let mut response = Response::builder().status(status).header("content-type", kind);
+        if let Some(again) = retry_after {
+            response = response.header("retry-after", again);
+        }
         return Ok(response.body(body).unwrap());
     }
 }

@@ -2,6 +2,7 @@
 
 mod admin;
 mod backend;
+mod busy;
 mod certificates;
 mod dispatch;
 mod ends;

@@ -267,6 +267,22 @@ fn only_those_are_paired_who_have_a_dialect_in_common() {
 }
 
 #[test]
+fn instance_without_a_registration_connection_does_not_serve_until_it_registers_again() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    bench.hear(p(Mode::Push).encode());
+    bench.hear(d(Mode::Push).encode());
+    assert_eq!(bench.states(), [InstanceState::Ready; 2]);
+    let link = LinkId(LinkId::INBOUND | 1);
+    bench.give(RouterInput::Control(ControlEvent::LinkDown { link }));
+    assert_eq!(bench.states(), [InstanceState::Disconnected; 2]);
+    assert!(bench.router.instances(bench.now).all(|it| !it.state.serves()));
+    // Connections also end without their process: legs are sent all the same.
+    assert_eq!(sent(bench.ask()).len(), 2);
+    bench.hear(d(Mode::Push).encode());
+    assert_eq!(bench.states(), [InstanceState::Disconnected, InstanceState::Ready]);
+}
+
+#[test]
 fn an_instance_gets_legs_once_it_answered_a_probe() {
     let config = RouterConfig { probe: Some(Nanos::from_ms(500)), ..RouterConfig::default() };
     let mut bench = DiscoveryBench::new(config);

@@ -60,6 +60,8 @@ struct ListedInstance {
     dp_size: u16,
     tp_size: u16,
     state: &'static str,
+    /// True if it can serve now: what `/readiness` counts.
+    serves: bool,
     /// Why the last connection to it was none.
     unreachable: Option<String>,
     age_seconds: f64,
@@ -124,8 +126,8 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         http: it.http.clone(),
         zmq: it.zmq.map(ToString::to_string),
         transfer_mode: match it.mode {
-            Mode::Push => "WRITE",
-            Mode::Pull => "READ",
+            Mode::Push => "push",
+            Mode::Pull => "pull",
         },
         native: it.dialects.native,
         is_static: it.dialects.is_static(),
@@ -133,6 +135,7 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         dp_size: it.dp_size,
         tp_size: it.tp,
         state: state_name(it.state),
+        serves: it.state.serves(),
         unreachable: pool.failure(it.http),
         age_seconds: seconds(it.age),
         in_flight_legs: it.legs,
@@ -199,6 +202,25 @@ pub(super) fn status_page() -> Response {
     ([(CONTENT_SECURITY_POLICY, policy)], Html(include_str!("status.html"))).into_response()
 }
 
+impl RouterSnapshot {
+    fn serving(&self, role: Role) -> impl Iterator<Item = &ListedInstance> {
+        self.workers.iter().filter(move |it| it.is.0 == role && it.serves)
+    }
+
+    /// True if a prefill and a decode that fit each other can serve now.
+    fn is_ready(&self) -> bool {
+        let apart: BTreeSet<(&str, &str)> =
+            self.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
+        let fit = |prefill: &ListedInstance, decode: &ListedInstance| {
+            prefill.is.1 == decode.is.1
+                && decode.dialects.meet(prefill.dialects)
+                && !apart.contains(&(&*prefill.engine, &*decode.engine))
+        };
+        let has_decode = |prefill| self.serving(Role::Decode).any(|decode| fit(prefill, decode));
+        !self.draining && self.serving(Role::Prefill).any(has_decode)
+    }
+}
+
 impl Admin {
     async fn state(&self) -> Result<RouterSnapshot, HttpError> {
         let (now, pool) = ((self.clock)(), self.pool.clone());
@@ -222,32 +244,8 @@ impl Admin {
             Ok(state) => state,
             Err(refusal) => return refusal.into_response(),
         };
-        let serving = |role, mode| {
-            state.workers.iter().filter(move |it| {
-                it.is == (role, mode, InstanceState::Ready)
-                    || it.is == (role, mode, InstanceState::Trial)
-            })
-        };
-        let apart: BTreeSet<(&str, &str)> =
-            state.misfits.iter().map(|it| (&*it.prefill, &*it.decode)).collect();
-        let pair = |mode| {
-            serving(Role::Prefill, mode).any(|prefill| {
-                let fits = |decode: &ListedInstance| {
-                    decode.dialects.meet(prefill.dialects)
-                        && !apart.contains(&(&*prefill.engine, &*decode.engine))
-                };
-                serving(Role::Decode, mode).any(fits)
-            })
-        };
-        let ready = !state.draining && (pair(Mode::Push) || pair(Mode::Pull));
+        let ready = state.is_ready();
         let status = if ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-        let count = |role| {
-            state
-                .workers
-                .iter()
-                .filter(|it| it.is.0 == role && it.is.2 == InstanceState::Ready)
-                .count()
-        };
         let mut told = serde_json::json!({
             "status": match (state.draining, ready) {
                 (true, _) => "draining",
@@ -256,8 +254,8 @@ impl Admin {
             },
             "ready": ready,
             "draining": state.draining,
-            "prefill": count(Role::Prefill),
-            "decode": count(Role::Decode),
+            "prefill": state.serving(Role::Prefill).count(),
+            "decode": state.serving(Role::Decode).count(),
         });
         if with_misfits {
             told["misfits"] = serde_json::json!(listed(&state.misfits));
@@ -304,6 +302,7 @@ impl Admin {
                 let there = state.workers.iter().map(|it| (it.is.0, &*it.engine));
                 self.handler.metrics.times.retain(there);
                 self.handler.metrics.update_static(&self.statics.list());
+                self.handler.metrics.update_readiness(state.is_ready());
                 self.handler.metrics.update(&state.counters, instances, state.waiting);
                 metrics_page(&self.registry)
             }
@@ -322,8 +321,7 @@ impl Admin {
     /// Asks instances until each model that is known to be served is in a list.
     async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, HttpError> {
         let state = self.state().await?;
-        let mut ready: Vec<_> =
-            state.workers.iter().filter(|it| it.is.2 == InstanceState::Ready).collect();
+        let mut ready: Vec<_> = state.workers.iter().filter(|it| it.serves).collect();
         ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
         let settings = &self.handler.settings;
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));

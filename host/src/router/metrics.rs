@@ -92,6 +92,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) times: AllInstanceTimes,
     /// Questions to servers for their load.
     pub(crate) loads: Family<LoadLabels, Counter>,
+    /// 1 if a pair can serve, as `/readiness` says.
+    ready: Gauge,
     instances: Family<InstanceLabels, Gauge>,
     busy: Family<RoleLabels, Gauge>,
     rejected: Family<RejectionLabels, Counter>,
@@ -115,7 +117,7 @@ const CORE: [(&str, &str); 12] = [
     ("role_switches", "Instances that registered anew in another role and had legs to finish"),
     ("suspicions", "Times that an instance became suspect"),
     ("cancelled_legs", "Legs that were cancelled"),
-    ("unread_prefills", "Decode legs in READ mode without anything to read"),
+    ("unread_prefills", "Decode legs that should pull and found nothing to read"),
 ];
 
 impl RouterMetrics {
@@ -133,6 +135,7 @@ impl RouterMetrics {
             bodies_refused: Counter::default(),
             first_byte: Histogram::new(buckets),
             loads: Family::default(),
+            ready: Gauge::default(),
             instances: Family::default(),
             busy: Family::default(),
             rejected: Family::default(),
@@ -155,6 +158,8 @@ impl RouterMetrics {
         registry.register("bodies_refused", about, all.bodies_refused.clone());
         let about = "From a request to the begin of its answer";
         registry.register("first_byte_seconds", about, all.first_byte.clone());
+        let about = "Whether a prefill and a decode can serve together now, as /readiness says";
+        registry.register("ready", about, all.ready.clone());
         registry.register("instances", "Instances by state", all.instances.clone());
         let about = "Questions to servers for their load (--scrape-load)";
         registry.register("load_scrapes", about, all.loads.clone());
@@ -173,6 +178,11 @@ impl RouterMetrics {
             registry.register(*name, *about, counter.clone());
         }
         (metrics, registry)
+    }
+
+    /// Takes over what `/readiness` says.
+    pub(crate) fn update_readiness(&self, is_ready: bool) {
+        self.ready.set(i64::from(is_ready));
     }
 
     /// Takes over what names static instances.
@@ -242,6 +252,7 @@ pub(crate) fn state_name(state: InstanceState) -> &'static str {
         InstanceState::Ready => "ready",
         InstanceState::Unproven => "unproven",
         InstanceState::Suspect => "suspect",
+        InstanceState::Disconnected => "disconnected",
         InstanceState::Trial => "trial",
         InstanceState::Draining => "draining",
         InstanceState::Lost => "lost",

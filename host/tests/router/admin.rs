@@ -29,6 +29,32 @@ async fn readiness_comes_from_the_registry() {
 }
 
 #[tokio::test]
+async fn readiness_ends_with_the_registration_connection_of_the_only_decode() {
+    let (mut router, _p, _d) = pair(Mode::Push, &[]).await;
+    assert_eq!(router.metric("kvferry_router_ready").await, 1);
+    // The last one that registered is the decode; its registration does not expire here.
+    router.hush();
+    let state_of = |workers: &[Value], role: &str| {
+        workers.iter().find(|it| it["role"] == role).map(|it| it["state"].clone())
+    };
+    let is_cut = |workers: &[Value]| state_of(workers, "decode") == Some(json!("disconnected"));
+    router.until("disconnected", is_cut).await;
+    let answer = router.get("/readiness").await;
+    let told = answer.json();
+    assert_eq!((answer.status, &told["status"]), (503, &json!("no pair")));
+    assert_eq!((&told["prefill"], &told["decode"]), (&json!(1), &json!(0)));
+    assert_eq!(router.get_of_client("/readiness").await.status, 503);
+    let workers = router.workers().await;
+    let serves =
+        |role: &str| workers.iter().filter(|it| it["role"] == role && it["serves"] == true).count();
+    assert_eq!((serves("prefill"), serves("decode")), (1, 0));
+    assert_eq!(router.metric("kvferry_router_ready").await, 0);
+    let instances = "kvferry_router_instances{role=\"decode\",state=";
+    assert_eq!(router.metric(&format!("{instances}\"disconnected\"}}")).await, 1);
+    assert_eq!(router.metric(&format!("{instances}\"ready\"}}")).await, 0);
+}
+
+#[tokio::test]
 async fn models_come_from_an_instance() {
     let (router, _p, mut d) = pair(Mode::Push, &[]).await;
     let answer = router.get("/v1/models").await.json();
@@ -71,7 +97,7 @@ async fn workers_are_listed_with_what_they_do() {
     let decode = decodes[0];
     assert_eq!(decode["http"], d.http);
     assert_eq!(decode["zmq"], "host:127.0.0.1,handshake:7301,notify:62005");
-    assert_eq!((&decode["transfer_mode"], &decode["state"]), (&json!("WRITE"), &json!("ready")));
+    assert_eq!((&decode["transfer_mode"], &decode["state"]), (&json!("push"), &json!("ready")));
     assert_eq!(
         (&prefills[1]["dp_rank"], &prefills[1]["dp_size"], &prefills[1]["tp_size"]),
         (&json!(1), &json!(2), &json!(4))

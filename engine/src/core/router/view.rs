@@ -21,6 +21,9 @@ pub enum InstanceState {
     Unproven,
     /// It failed lately and is left alone for a time.
     Suspect,
+    /// The connection that it registered by has ended. It gets legs until its registration expires, as
+    /// connections also end without their process, but nothing shows that it still serves.
+    Disconnected,
     /// It failed repeatedly and has to serve one client before it gets more.
     Trial,
     /// It asked for no more, or registered anew in another role.
@@ -29,6 +32,13 @@ pub enum InstanceState {
     Lost,
     /// Its server has legs of another role to finish first.
     Switching,
+}
+
+impl InstanceState {
+    /// True if an instance in this state can serve now, as far as is known.
+    pub fn serves(self) -> bool {
+        matches!(self, InstanceState::Ready | InstanceState::Trial)
+    }
 }
 
 /// An instance as the router sees it.
@@ -79,6 +89,8 @@ impl<'a> InstanceView<'a> {
             InstanceState::Unproven
         } else if instance.health.is_suspect(now) {
             InstanceState::Suspect
+        } else if instance.link.is_none() && !instance.dialects().is_static() {
+            InstanceState::Disconnected
         } else if instance.health.on_trial().is_some() {
             InstanceState::Trial
         } else {

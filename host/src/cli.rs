@@ -18,7 +18,11 @@ const AFTER: &str = "Exit codes: 0 everything held, 1 a check of doctor or healt
     5 not deterministic, 6 panic or assertion; over several scenarios the worst one.";
 
 #[derive(Debug, Parser)]
-#[command(name = "kvferry", version, about = "KV cache transfer in a simulated world")]
+#[command(
+    name = "kvferry",
+    version,
+    about = "Moves the KV cache from prefill to decode servers of LLMs, and simulates that"
+)]
 #[command(after_help = AFTER)]
 struct Cli {
     #[command(subcommand)]
@@ -98,6 +102,24 @@ mod absent {
     }
 }
 
+/// The standard library's words for numbers that cannot be read, and what they mean.
+const NUMBER_ERRORS: [(&str, &str); 4] = [
+    ("invalid digit found in string", "not a whole number"),
+    ("cannot parse integer from empty string", "not a whole number"),
+    ("number too large to fit in target type", "larger than any number that is taken"),
+    ("invalid float literal", "not a number"),
+];
+
+/// Prints what clap has to say of arguments: help, or what is wrong.
+fn print_usage(why: &clap::Error) {
+    let text = why.render().to_string();
+    // Nothing can be done about a closed terminal.
+    let _ = match NUMBER_ERRORS.iter().find(|(words, _)| text.contains(words)) {
+        Some((words, meaning)) => write!(io::stderr(), "{}", text.replace(words, meaning)),
+        None => why.print(),
+    };
+}
+
 /// Runs the program with its arguments, the first being its name; returns the exit code.
 pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     #[cfg(feature = "planted")]
@@ -105,8 +127,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(why) => {
-            // Nothing can be done about a closed terminal.
-            let _ = why.print();
+            print_usage(&why);
             return why.exit_code() as u8;
         }
     };

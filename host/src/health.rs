@@ -1,7 +1,7 @@
 //! `kvferry health`: asks a server whether it is well. For health checks of containers, in whose
 //! images there is no other client of HTTP.
 
-use crate::process::{CommandError, Exit, seconds};
+use crate::process::{CommandError, Exit, address, seconds};
 use crate::router::chain;
 use clap::Args;
 use http_body_util::Empty;
@@ -55,7 +55,11 @@ fn uri(text: &str) -> Result<Uri, String> {
         Some(("http", _)) => text.to_owned(),
         Some((scheme, _)) => return Err(format!("{scheme} is not spoken")),
     };
-    text.parse().map_err(|why: hyper::http::uri::InvalidUri| why.to_string())
+    let uri: Uri = text.parse().map_err(|why: hyper::http::uri::InvalidUri| why.to_string())?;
+    if let Some(authority) = uri.authority().filter(|it| it.as_str() != it.host()) {
+        address::host_and_port(authority.as_str())?;
+    }
+    Ok(uri)
 }
 
 async fn ask(uri: Uri) -> Result<StatusCode, String> {

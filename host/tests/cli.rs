@@ -107,7 +107,7 @@ fn what_is_missing_is_named() {
         (&["run", &trace, "--workload-trace", "no-such.jsonl"], "no-such.jsonl: cannot read"),
         (&["run", &file, "--workload-trace", "no-such.jsonl"], "no-such.jsonl"),
         (&["run", &file, &trace, "--record", "x.rec"], "--record keeps one run"),
-        (&["run", &file, "--record", &empty], "cannot write the recording"),
+        (&["run", &file, "--record", &empty], "cannot write the file"),
         (&["sweep", "no-such.toml", "--seeds", "3"], "no-such.toml: cannot read the scenario"),
         (&["sweep", &file, "--seeds", "0"], "--seeds at least 1"),
         (&["replay", "no-such.rec"], "no-such.rec: cannot read the recording"),
@@ -122,6 +122,137 @@ fn what_is_missing_is_named() {
         assert!(ended.err.contains(says), "{args:?}: {}", ended.err);
         assert_eq!(ended.out, "", "{args:?}");
     }
+}
+
+/// What is refused of arguments: each in words that say what to give.
+#[test]
+fn wrong_numbers_and_addresses_are_refused_at_the_start() {
+    let port = "port notaport is not a TCP port (1-65535); give HOST:PORT";
+    let serve = ["serve", "--role", "decode", "--mode", "push", "--proxy"];
+    let cases: &[(&[&str], &str)] = &[
+        (&["run", "--seed", "x"], "'--seed <SEED>': not a whole number"),
+        (&["sweep", "f.toml", "--seeds", ""], "'--seeds <N>': not a whole number"),
+        (&[&serve[..], &["127.0.0.1:notaport"]].concat(), port),
+        (&[&serve[..], &["tcp://127.0.0.1:36367"]].concat(), "is not a host name or address"),
+        (&[&serve[..], &["127.0.0.1"]].concat(), "it has no port; give HOST:PORT"),
+        (&["doctor", "--proxy", "127.0.0.1:notaport"], port),
+        (&["doctor", "--peer", "127.0.0.1:notaport"], port),
+        (&["doctor", "--serve", "127.0.0.1:notaport"], port),
+        (&["bench", "--to", "127.0.0.1:notaport"], port),
+        (&["bench", "--serve", "127.0.0.1:notaport"], port),
+        (&["health", "127.0.0.1:notaport/readiness"], port),
+        (&["router", "--listen", "127.0.0.1:notaport"], "give HOST:PORT"),
+        (&["router", "--admin-addr", "127.0.0.1:notaport"], "give HOST:PORT"),
+        (
+            &[
+                "router",
+                "--listen",
+                "127.0.0.1:0",
+                "--admin-addr",
+                "127.0.0.1:0",
+                "--discovery",
+                "127.0.0.1:notaport",
+            ],
+            "give HOST:PORT",
+        ),
+        (&["router", "--prefill", "127.0.0.1:notaport"], "HOST:PORT"),
+        (&["router", "--prefill-dns", "prefill:notaport"], "give NAME:PORT"),
+    ];
+    for (args, says) in cases {
+        let ended = kvferry(*args);
+        assert_eq!(ended.code, 2, "{args:?}: {ended:?}");
+        assert!(ended.err.contains(says), "{args:?}: {}", ended.err);
+        assert!(!ended.err.contains("invalid digit"), "{args:?}: {}", ended.err);
+    }
+}
+
+#[test]
+fn port_in_use_is_refused_with_the_remedy() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("loopback");
+    let at = taken.local_addr().expect("bound").to_string();
+    let port = taken.local_addr().expect("bound").port().to_string();
+    let free = "127.0.0.1:0";
+    let router = |listen: &str, admin: &str, discovery: &str| {
+        let options = ["--listen", listen, "--admin-addr", admin, "--discovery", discovery];
+        kvferry([&["router"], &options[..]].concat())
+    };
+    let serve = ["serve", "--role", "decode", "--mode", "push", "--http-port", &port];
+    for ended in
+        [router(&at, free, free), router(free, &at, free), router(free, free, &at), kvferry(serve)]
+    {
+        assert_eq!(ended.code, 2, "{ended:?}");
+        let remedy = format!("(`ss -ltnp 'sport = :{port}'` shows it), or give another port");
+        assert!(ended.err.contains(&at) && ended.err.contains(&remedy), "{}", ended.err);
+    }
+}
+
+#[test]
+fn files_are_overwritten_only_with_force() {
+    let folder = ProgramFolder::new("overwrite");
+    let file = folder.write("small.toml", SMALL);
+    let recording = folder.path("small.rec");
+    assert_eq!(kvferry(["run", &file, "--record", &recording]).code, 0);
+    let precious = folder.write("precious.txt", "mine");
+    let commands: [&[&str]; 6] = [
+        &["run", &file, "--record", &precious],
+        &["run", &file, "--html", &precious],
+        &["export", &recording, "--html", &precious],
+        &["export", "--live", "no.sock", "--out", &precious],
+        &["draw", &file, "--seed", "1", "--out", &precious],
+        &["run", &file, "--record", &file],
+    ];
+    let unchanged = |command: &[&str]| {
+        let kept = fs::read_to_string(&precious).expect("it is there");
+        assert_eq!(kept, "mine", "{command:?}");
+        assert_eq!(fs::read_to_string(&file).expect("it is there"), SMALL, "{command:?}");
+    };
+    for command in commands {
+        let ended = kvferry(command);
+        assert_eq!((ended.code, ended.out.as_str()), (2, ""), "{command:?}: {ended:?}");
+        let remedy = "the file exists; name another file, or overwrite it with --force";
+        assert!(ended.err.contains(remedy), "{command:?}: {}", ended.err);
+        unchanged(command);
+    }
+    let ended = kvferry(["run", &file, "--html", &precious, "--force"]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert_ne!(fs::read_to_string(&precious).expect("a page"), "mine");
+    // What is not a recording is not advised to be made one.
+    for command in ["replay", "show"] {
+        let ended = kvferry([command, &file]);
+        assert_eq!(ended.code, 2, "{ended:?}");
+        assert!(!ended.err.contains(&format!("--record {file}")), "{}", ended.err);
+        assert!(ended.err.contains("--record NEW_FILE"), "{}", ended.err);
+    }
+}
+
+#[test]
+fn help_says_what_the_program_is_for() {
+    let help = kvferry(["--help"]);
+    assert_eq!(help.code, 0, "{help:?}");
+    let first = help.out.lines().next().unwrap_or_default();
+    assert_eq!(
+        first,
+        "Moves the KV cache from prefill to decode servers of LLMs, and simulates that"
+    );
+}
+
+#[test]
+fn fault_that_never_hits_is_listed_once_with_its_seeds() {
+    let folder = ProgramFolder::new("never-hit-seeds");
+    let never =
+        "[[fault]]\nkind = \"fabric.partial\"\non = { event = \"op.posted\", nth = 1000000 }\n";
+    let seeds = SMALL.replace("seed = 3", "seed = \"any\"\nseeds = 4");
+    folder.write("a.toml", &format!("{seeds}{never}"));
+    folder.write("b.toml", &format!("{SMALL}{never}"));
+    let ended = kvferry(["run", &folder.path("")]);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    let line = SMALL.lines().count() + 2;
+    let never: Vec<_> = ended.out.lines().filter(|row| row.contains("never hit")).collect();
+    let [several, one] = never[..] else { panic!("{never:?}") };
+    let several_end =
+        format!("a.toml: never hit: fabric.partial of line {} (4 of 4 seeds: 1-4)", line + 1);
+    let one_end = format!("b.toml: never hit: fabric.partial of line {line} (seed 3)");
+    assert!(several.ends_with(&several_end) && one.ends_with(&one_end), "{never:?}");
 }
 
 #[test]
@@ -194,6 +325,8 @@ fn what_fails_comes_with_the_command_that_repeats_it() {
         let command = format!("kvferry run '{file}' --seed 3");
         assert!(ended.out.contains(&command), "{}", ended.out);
     }
+    let ended = kvferry(["run", &file]);
+    assert!(ended.out.contains("5 requests finished, not 4\n"), "{}", ended.out);
     let expected = folder.write(
         "expected.toml",
         &format!("{unmet}exit = 4\n").replace(

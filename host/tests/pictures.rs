@@ -123,7 +123,7 @@ fn a_page_says_what_it_leaves_out_of_a_long_run() {
         left.contains(&format!("10000 of {all} events")) && left.contains("0 before"),
         "{left}"
     );
-    let ended = kvferry(["export", &recording, "--html", &html, "--at", "1h"]);
+    let ended = kvferry(["export", &recording, "--html", &html, "--at", "1h", "--force"]);
     assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
     let (_, data) = page(&html);
     let left = data["left"].as_str().unwrap();

@@ -28,6 +28,7 @@ pub use kvferry_faults::{
     RaceOrder, RestartGeometry,
 };
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::sync::Arc;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -469,5 +470,12 @@ impl CountBounds {
     /// True if `count` is inside.
     pub const fn contains(&self, count: u64) -> bool {
         self.min <= count && count <= self.max
+    }
+}
+
+impl fmt::Display for CountBounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let CountBounds { min, max } = self;
+        if min == max { write!(f, "{min}") } else { write!(f, "{min} to {max}") }
     }
 }

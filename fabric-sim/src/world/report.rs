@@ -512,8 +512,8 @@ fn outside<'a>(
     counts: impl IntoIterator<Item = (&'a str, Option<CountBounds>, u64)>,
 ) -> Vec<String> {
     let unmet = |(name, bounds, count): (&str, Option<CountBounds>, u64)| {
-        let CountBounds { min, max } = bounds.filter(|bounds| !bounds.contains(count))?;
-        Some(format!("{count} {what} {name}, not {min} to {max}"))
+        let bounds = bounds.filter(|bounds| !bounds.contains(count))?;
+        Some(format!("{count} {what} {name}, not {bounds}"))
     };
     counts.into_iter().filter_map(unmet).collect()
 }

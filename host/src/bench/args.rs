@@ -1,7 +1,7 @@
 //! What `bench` is told on the command line.
 
 use crate::instance::{BackendArg, FabricArg, PlaneConfig, mori_settings};
-use crate::process::{CommandError, name, seconds};
+use crate::process::{CommandError, address, name, seconds};
 use crate::sidecar::config::{Paths, paths};
 use clap::{Args, ValueEnum};
 use kvferry_engine::fabric::Direction;
@@ -41,12 +41,12 @@ pub(crate) struct BenchArgs {
     pub(super) device: Option<u32>,
     /// Be the other side: wait here for benches that are given this address with --to, until
     /// SIGTERM or SIGINT. Port 0 takes a free one; a line of JSON says which
-    #[arg(long, value_name = "ADDR:PORT", conflicts_with_all =
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address::listened, conflicts_with_all =
         ["to", "direction", "sizes", "batches", "seconds", "inflight", "json"])]
     pub(super) serve: Option<String>,
     /// Measure with the other side that waits there; otherwise with a process of this host, which
     /// is started for that
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address::dialled)]
     pub(super) to: Option<String>,
     /// End with the process that started this one; a side that waits also when its input ends
     #[arg(long, hide = true)]

@@ -16,7 +16,7 @@ mod trust;
 pub(crate) use peer::{DoctorPeerArgs, command as peer_command};
 
 use crate::instance::{BackendArg, FabricArg, mori_settings};
-use crate::process::{CommandError, Exit, seconds};
+use crate::process::{CommandError, Exit, address, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs, Paths, SidecarConfig};
 use crate::sidecar::settings::KvMemory;
 use clap::{Args, ValueEnum};
@@ -45,7 +45,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) discovery: Option<String>,
     /// Check that the router's discovery socket can be reached here
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = address::dialled)]
     pub(crate) proxy: Option<String>,
     /// Path of the host's socket; by default the folder that the connector takes is checked
     #[arg(long, value_name = "PATH")]
@@ -71,11 +71,11 @@ pub(crate) struct DoctorArgs {
     pub(crate) mori: Option<String>,
     /// Also try what is between this machine and the one whose `doctor --serve` waits there:
     /// versions, secret, clocks, ports, interfaces and what they carry in a second
-    #[arg(long, value_name = "HOST:PORT", conflicts_with = "serve")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = address::dialled, conflicts_with = "serve")]
     pub(crate) peer: Option<String>,
     /// After all else, wait here for the doctor of another machine that is given this address with
     /// --peer, and has the same --fabric and --backend
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = address::listened)]
     pub(crate) serve: Option<String>,
     /// Longest wait for a process that tries something; it is killed then
     #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds)]

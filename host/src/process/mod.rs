@@ -1,11 +1,13 @@
 //! What every command shares with the others: how it ends, its logs, signals and standard output,
 //! values of arguments, and how results are laid out.
 
+pub(crate) mod address;
 mod dial;
 mod exit;
 mod listener;
 pub(crate) mod logs;
 pub(crate) mod memory;
+mod output_file;
 mod panic_exit;
 mod program;
 mod progress;
@@ -16,6 +18,7 @@ pub(crate) use dial::dial;
 pub(crate) use exit::{CommandError, Exit, print_error};
 pub(crate) use kvferry_fabric_common::lock;
 pub(crate) use listener::{PatientListener, open_files_max, raise_open_files};
+pub(crate) use output_file::Overwrite;
 pub(crate) use panic_exit::exit_on_panic;
 pub use program::interpreted_by;
 pub(crate) use program::this_program;

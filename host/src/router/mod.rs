@@ -348,6 +348,8 @@ fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), CommandError> {
     // As vLLM's and ZeroMQ's documents have it.
     let all = text.replacen("*:", "0.0.0.0:", usize::from(text.starts_with("*:")));
     let at = resolve("--discovery", &all)?;
+    // A plane says less of why it cannot listen.
+    drop(listen("--discovery", &all)?);
     let host = bracketed(&at.ip().to_string()).into_owned();
     let ports = (at.port() > 0).then_some((LinkKind::Discovery, at.port()));
     let config = WireConfig { host, ports: ports.into_iter().collect(), ..WireConfig::default() };

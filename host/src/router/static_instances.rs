@@ -6,7 +6,7 @@
 
 use super::args::seconds;
 use super::http_adapter::RouterAddr;
-use crate::process::{CommandError, lock};
+use crate::process::{CommandError, address, lock};
 use clap::Args;
 use hickory_resolver::TokioResolver;
 use hickory_resolver::config::{
@@ -351,11 +351,8 @@ fn endpoint(url: &str, is_tls: bool) -> Result<Endpoint, String> {
 
 /// Name and port of `NAME:PORT`.
 fn dns_name(text: &str) -> Option<(String, u16)> {
-    let (name, port) = text.rsplit_once(':')?;
-    let is_name =
-        !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b));
-    let port = port.parse().ok().filter(|port| *port > 0)?;
-    is_name.then(|| (name.to_owned(), port))
+    let (name, port) = address::host_and_port(text).ok()?;
+    (address::is_name(name) && port > 0).then(|| (name.to_owned(), port))
 }
 
 /// A file of instances.

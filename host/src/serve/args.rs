@@ -2,8 +2,8 @@
 
 use crate::instance::limits::limits_given;
 use crate::instance::{FabricArg, Overrides, ProtocolLimits, TrustSettings};
-use crate::process::CommandError;
 use crate::process::logs::LogArgs;
+use crate::process::{CommandError, address};
 use crate::spans::SpanArgs;
 use clap::Args;
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
@@ -53,14 +53,14 @@ pub(crate) struct ServeArgs {
     /// What the instance does
     #[arg(long, value_parser = one_of(&ROLES))]
     pub(crate) role: Option<Role>,
-    /// Who moves the bytes: prefill pushes (vLLM's WRITE) or decode pulls (READ)
+    /// Who moves the bytes: push, the prefill writes (MoRIIO's WRITE), or pull, the decode reads (READ)
     #[arg(long, value_parser = one_of(&MODES))]
     pub(crate) mode: Option<Mode>,
     /// What moves the bytes
     #[arg(long, default_value = "host")]
     pub(crate) fabric: FabricArg,
     /// Discovery address of the router to register with
-    #[arg(long, value_name = "HOST:PORT")]
+    #[arg(long, value_name = "HOST:PORT", value_parser = address::dialled)]
     pub(crate) proxy: Option<String>,
     /// Host or address to listen at and to tell others
     #[arg(long, default_value = "127.0.0.1")]

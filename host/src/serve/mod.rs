@@ -16,7 +16,7 @@ pub(crate) use args::ServeArgs;
 
 use crate::instance::{
     ControlListeners, CounterSource, FabricArg, InstanceIdentity, InstanceTrust, ListenAddresses,
-    PlaneConfig, PlaneMeter, RankSetup, StartedPlane, TransferLog, incarnations,
+    PlaneConfig, PlaneMeter, RankSetup, StartedPlane, TransferLog, incarnations, remedy,
 };
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, raise_open_files,
@@ -161,7 +161,9 @@ fn traced(
 async fn listen(host: &str, port: u16) -> Result<TcpListener, CommandError> {
     let address = format!("{}:{port}", bracketed(host));
     TcpListener::bind(&address).await.map_err(|why| {
-        CommandError::Input(format!("cannot listen at {address} (--host, --http-port): {why}"))
+        let remedy = remedy(&address, &why);
+        let text = format!("cannot listen at {address} (--host, --http-port): {why}; {remedy}");
+        CommandError::Input(text)
     })
 }
 

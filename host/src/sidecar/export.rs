@@ -1,7 +1,7 @@
 //! `kvferry export`: the last transfers of live hosts, in the format of Chrome's traces, which
 //! Perfetto opens.
 
-use crate::process::{CommandError, Exit};
+use crate::process::{CommandError, Exit, Overwrite};
 use crate::sidecar::SidecarClient;
 use crate::sidecar::proto::{ClientIdentity, FromHost, VERSION};
 use crate::sidecar::record::{TransferOutcome, TransferRecord, TransferTrace};
@@ -9,8 +9,7 @@ use clap::Args;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::time::Nanos;
 use serde_json::{Value, json};
-use std::fs::File;
-use std::io::{BufWriter, ErrorKind, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -40,13 +39,18 @@ pub(crate) struct ExportArgs {
     #[cfg(feature = "simulator")]
     #[arg(long, value_name = "TIME", requires = "html", value_parser = crate::simulator::time)]
     pub(crate) at: Option<Nanos>,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
 }
 
 /// Writes the transfers of all hosts that were named.
 pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     #[cfg(feature = "simulator")]
     if let (Some(recording), Some(html)) = (&args.recording, &args.html) {
-        return crate::simulator::export_page(recording, html, args.at, out);
+        return crate::simulator::export_page(recording, html, args.at, args.overwrite, out);
+    }
+    if let Some(path) = &args.out {
+        args.overwrite.check("--out", path)?;
     }
     let traces = args.live.iter().map(|path| {
         let fail = |why| CommandError::Input(format!("--live {}: {why}", path.display()));
@@ -59,11 +63,7 @@ pub(crate) fn command(args: &ExportArgs, out: &mut dyn Write) -> Result<Exit, Co
         writeln!(out)?;
         return Ok(Exit::HELD);
     };
-    let fail =
-        |why| CommandError::Input(format!("--out {}: {why}; name another file", path.display()));
-    let mut to = BufWriter::new(File::create(path).map_err(fail)?);
-    serde_json::to_writer(&mut to, &file).map_err(|why| fail(why.into()))?;
-    to.flush().map_err(fail)?;
+    args.overwrite.write("--out", path, file.to_string())?;
     let transfers: usize = traces.iter().map(|trace| trace.records.len()).sum();
     let path = path.display();
     writeln!(out, "{transfers} transfers in {path}; https://ui.perfetto.dev opens it")?;

@@ -2,6 +2,7 @@
 
 use crate::instance::limits::{self, Overrides};
 use crate::instance::{ListenAddresses, PlaneConfig, TrustSettings};
+use crate::process::address;
 use clap::ValueEnum;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::time::Nanos;
@@ -414,6 +415,15 @@ impl ConnectorSettings {
                 if proxy_ip.is_empty() != (*proxy_ping_port == 0) =>
             {
                 "proxy_ip and proxy_ping_port name the router together: give both or none".into()
+            }
+            ConnectorSettings { proxy_ip, .. }
+                if !proxy_ip.is_empty()
+                    && !address::is_host(proxy_ip)
+                    && !address::is_ipv6(proxy_ip) =>
+            {
+                format!(
+                    "proxy_ip = {proxy_ip:?} is not a host name or address; the port is proxy_ping_port"
+                )
             }
             ConnectorSettings { proxy_ip, http_port: 0, .. } if !proxy_ip.is_empty() => {
                 "http_port is what the router sends requests to: give the port of vLLM's server"

@@ -1,6 +1,6 @@
 //! `draw`: the run that a seed draws, as a scenario file.
 
-use crate::process::CommandError;
+use crate::process::{CommandError, Overwrite};
 use clap::Args;
 use kvferry_scenarios::drawn;
 use kvferry_sim::world::RunVerdict;
@@ -18,6 +18,8 @@ pub(crate) struct DrawArgs {
     /// File for the scenario; standard output if not given
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
 }
 
 /// Writes the scenario of a seed.
@@ -30,10 +32,7 @@ pub(crate) fn command(args: &DrawArgs, out: &mut dyn Write) -> Result<RunVerdict
         write!(out, "{text}")?;
         return Ok(RunVerdict::Held);
     };
-    std::fs::write(path, text).map_err(|why| {
-        let text = format!("{}: cannot write the scenario: {why}", path.display());
-        CommandError::Input(format!("{text}; name a file that can be written"))
-    })?;
+    args.overwrite.write("--out", path, text)?;
     writeln!(out, "`kvferry run {}` plays it", path.display())?;
     Ok(RunVerdict::Held)
 }

@@ -16,7 +16,7 @@ mod sweep;
 mod table;
 mod timeline;
 
-use crate::process::{CommandError, Exit};
+use crate::process::{CommandError, Exit, Overwrite};
 use clap::Subcommand;
 use kvferry_engine::core::Nanos;
 use kvferry_sim::world::Recording;
@@ -64,30 +64,30 @@ pub(crate) use show::time;
 /// The recording in a file.
 fn recording_file(path: &Path) -> Result<Recording, CommandError> {
     let name = path.display();
+    const REMEDY: &str = "`kvferry run SCENARIO --record NEW_FILE` makes one";
     let bytes = std::fs::read(path).map_err(|why| {
-        let text = format!("{name}: cannot read the recording: {why}");
-        CommandError::Input(format!("{text}; make one with `kvferry run FILE --record {name}`"))
+        CommandError::Input(format!("{name}: cannot read the recording: {why}; {REMEDY}"))
     })?;
     let recording = Recording(bytes);
     match recording.read().map(|_| ()) {
         Ok(()) => Ok(recording),
-        Err(why) => Err(CommandError::Input(format!(
-            "{name}: not a recording: {why}; make one with `kvferry run FILE --record {name}`"
-        ))),
+        Err(why) => Err(CommandError::Input(format!("{name}: not a recording: {why}; {REMEDY}"))),
     }
 }
 
 /// Writes the page of a recording in a file; it opens at a time, or else where the run went wrong.
 ///
 /// # Errors
-/// A file that is no recording, or that cannot be written.
+/// A file that is not a recording, or a page that exists or cannot be written.
 pub(crate) fn export_page(
     recording: &Path,
     html: &Path,
     at: Option<Nanos>,
+    overwrite: Overwrite,
     out: &mut dyn Write,
 ) -> Result<Exit, CommandError> {
-    page::write(&recording_file(recording)?, html, at)?;
+    overwrite.check("--html", html)?;
+    page::write(&recording_file(recording)?, html, at, overwrite)?;
     writeln!(out, "{}: a browser opens it", html.display())?;
     Ok(Exit::HELD)
 }

@@ -1,7 +1,7 @@
 //! `run`: scenarios one after another.
 
 use crate::instance::FabricArg;
-use crate::process::{CliProgress, CommandError, print_error};
+use crate::process::{CliProgress, CommandError, Overwrite, print_error};
 use crate::simulator::local_cluster::ClusterRun;
 use crate::simulator::outcome::RunOutcome;
 use crate::simulator::page;
@@ -13,7 +13,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_sim::world::{Recording, RunVerdict};
 use std::collections::BTreeSet;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Where scenarios are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -42,6 +42,8 @@ pub(crate) struct RunArgs {
     /// Write a page that shows the one scenario, message by message
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) overwrite: Overwrite,
     /// Print one JSON object per scenario and line
     #[arg(long)]
     pub(crate) json: bool,
@@ -74,6 +76,9 @@ pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<RunVerdict,
         if file.is_some() && sources.len() != 1 {
             let text = format!("{option} keeps one run, but there are {} scenarios", sources.len());
             return Err(CommandError::Input(format!("{text}; name one file")));
+        }
+        if let Some(path) = file {
+            args.overwrite.check(option, path)?;
         }
     }
     quiet_panics();
@@ -162,19 +167,12 @@ fn keep(args: &RunArgs, recording: Option<&Recording>) -> Result<(), CommandErro
         return Ok(());
     };
     if let Some(path) = &args.record {
-        write_recording(path, recording)?;
+        args.overwrite.write("--record", path, &recording.0)?;
     }
     match &args.html {
-        Some(path) => page::write(recording, path, None),
+        Some(path) => page::write(recording, path, None, args.overwrite),
         None => Ok(()),
     }
-}
-
-fn write_recording(path: &Path, recording: &Recording) -> Result<(), CommandError> {
-    std::fs::write(path, &recording.0).map_err(|why| {
-        let text = format!("{}: cannot write the recording: {why}", path.display());
-        CommandError::Input(format!("{text}; name a file that can be written"))
-    })
 }
 
 /// Of each scenario the first run, and all that did not come out as expected.
@@ -205,10 +203,10 @@ fn print(outcomes: &[RunOutcome], out: &mut dyn Write) -> Result<(), CommandErro
     }
     for outcome in outcomes {
         write!(out, "{}", table::skipped(outcome))?;
-        if outcomes.len() > 1 {
-            write!(out, "{}", table::never_hit(outcome))?;
-        }
         write!(out, "{}", table::trouble(outcome, usize::MAX))?;
+    }
+    if outcomes.len() > 1 {
+        write!(out, "{}", table::never_hit(outcomes))?;
     }
     Ok(())
 }

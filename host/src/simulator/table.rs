@@ -162,12 +162,45 @@ fn hits(outcome: &RunOutcome) -> String {
     hits.join(", ")
 }
 
-/// Faults that a run has and that never hit; empty if all did.
-pub(crate) fn never_hit(outcome: &RunOutcome) -> String {
-    match outcome.never_hit.is_empty() {
-        true => String::new(),
-        false => format!("{}: never hit: {}\n", outcome.scenario, outcome.never_hit.join(", ")),
+/// Most ranges of seeds in a line.
+const SEED_RANGES_MAX: usize = 12;
+
+/// Faults that runs have and that never hit: a line per fault with its seeds; empty if all did.
+pub(crate) fn never_hit(outcomes: &[RunOutcome]) -> String {
+    let mut seeds: BTreeMap<(&str, &str), Vec<u64>> = BTreeMap::new();
+    let mut runs: BTreeMap<&str, usize> = BTreeMap::new();
+    for outcome in outcomes {
+        *runs.entry(&outcome.scenario).or_default() += 1;
+        for fault in &outcome.never_hit {
+            seeds.entry((&outcome.scenario, fault)).or_default().push(outcome.seed);
+        }
     }
+    let line = |((scenario, fault), seeds): ((&str, &str), Vec<u64>)| {
+        let among = match (seeds.len(), runs[scenario]) {
+            (_, 1) => format!("seed {}", seeds[0]),
+            (never, all) => format!("{never} of {all} seeds: {}", ranges(&seeds)),
+        };
+        format!("{scenario}: never hit: {fault} ({among})\n")
+    };
+    seeds.into_iter().map(line).collect()
+}
+
+/// Ascending numbers, runs of them as a range.
+fn ranges(numbers: &[u64]) -> String {
+    let mut ranges: Vec<(u64, u64)> = Vec::new();
+    for number in numbers {
+        match ranges.last_mut() {
+            Some((_, last)) if last.checked_add(1) == Some(*number) => *last = *number,
+            _ => ranges.push((*number, *number)),
+        }
+    }
+    let more = if ranges.len() > SEED_RANGES_MAX { ", ..." } else { "" };
+    let shown = ranges.iter().take(SEED_RANGES_MAX);
+    let words = shown.map(|(first, last)| match first == last {
+        true => first.to_string(),
+        false => format!("{first}-{last}"),
+    });
+    words.collect::<Vec<_>>().join(", ") + more
 }
 
 /// Who was healed for the liveness phase.
@@ -262,6 +295,14 @@ pub(crate) fn grouped(number: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn seeds_are_listed_as_ranges() {
+        assert_eq!(ranges(&[7]), "7");
+        assert_eq!(ranges(&[1, 2, 3, 9, 11, 12]), "1-3, 9, 11-12");
+        let odd: Vec<u64> = (0..40).map(|nth| 2 * nth + 1).collect();
+        assert!(ranges(&odd).ends_with("21, 23, ..."), "{}", ranges(&odd));
+    }
 
     #[test]
     fn numbers_are_readable() {

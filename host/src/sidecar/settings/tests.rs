@@ -172,6 +172,10 @@ fn mistakes_are_named_with_what_to_do() {
         (r#"{"num_workers": 0}"#, "num_workers is not from 1 to 256"),
         (r#"{"proxy_ip": "::1"}"#, "give both or none"),
         (r#"{"proxy_ip": "::1", "proxy_ping_port": 1}"#, "http_port is what the router"),
+        (
+            r#"{"proxy_ip": "10.0.0.1:36367", "proxy_ping_port": 36367, "http_port": 8100}"#,
+            "proxy_ip = \"10.0.0.1:36367\" is not a host name or address",
+        ),
         ("[]", "kv_connector_extra_config: invalid type"),
         (r#"{"host_ip": "0.0.0.0"}"#, "host_ip = \"0.0.0.0\": peers are told it"),
         (r#"{"host_ip": "[::]"}"#, "host_ip = \"[::]\": peers are told it"),

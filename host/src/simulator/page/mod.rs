@@ -1,7 +1,7 @@
 //! A recorded run as one page that needs nothing else: a sequence diagram with filters, causes and
 //! the state of the KV blocks.
 
-use crate::process::CommandError;
+use crate::process::{CommandError, Overwrite};
 use crate::simulator::timeline::{BlockUse, EventKind, Lane, Timeline, TimelineEvent, read};
 use kvferry_engine::core::Nanos;
 use kvferry_sim::world::Recording;
@@ -42,17 +42,15 @@ const NONE: i64 = -1;
 /// Writes the page of a recording; it opens at a time, or else where the run went wrong.
 ///
 /// # Errors
-/// A recording that cannot be read, or a file that cannot be written.
+/// A recording that cannot be read, or a file that exists or cannot be written.
 pub(crate) fn write(
     recording: &Recording,
     path: &Path,
     at: Option<Nanos>,
+    overwrite: Overwrite,
 ) -> Result<(), CommandError> {
     let timeline = read(recording).map_err(|why| CommandError::Input(why.to_string()))?;
-    std::fs::write(path, page(&timeline, at)).map_err(|why| {
-        let text = format!("{}: cannot write the page: {why}", path.display());
-        CommandError::Input(format!("{text}; name a file that can be written"))
-    })
+    overwrite.write("--html", path, page(&timeline, at))
 }
 
 /// The text of a page.

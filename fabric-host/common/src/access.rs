@@ -44,7 +44,8 @@ impl GuestList {
         if open_door {
             ONCE.call_once(|| {
                 tracing::info!(
-                    "key 0 is open: peers come in that were never connected to, as MoRIIO's do"
+                    "peers that speak MoRIIO may connect to the data plane without being invited; \
+                     moriio_peers = false refuses them"
                 );
             });
         }

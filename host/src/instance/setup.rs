@@ -42,7 +42,7 @@ pub(crate) fn log_violation(violation: &PeerViolation) {
 pub(crate) fn log_router(said: &RouterEvent) {
     match said {
         RouterEvent::Registered { router } => {
-            tracing::info!(router = %router, "registered with the router; it does not acknowledge");
+            tracing::info!(router = %router, "registrations are sent to the router; its /workers lists those that it takes");
         }
         RouterEvent::Silent { router } => {
             tracing::warn!(router = %router,

@@ -6,6 +6,7 @@ use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::model_lists::ModelLists;
 use super::pool::ConnectionPool;
+use super::probe::MODELS_BYTES;
 use super::static_instances::StaticSources;
 use crate::instance::metrics_page;
 use axum::response::{Html, IntoResponse, Response};
@@ -366,7 +367,7 @@ impl Admin {
             return Err(format!("status {}", head.status));
         }
         let limits = &self.handler.settings.limits;
-        let body = leg::collect(body, limits.answer_bytes, limits.idle).await?;
+        let body = leg::collect(body, MODELS_BYTES, limits.idle).await?;
         Ok((head.status, body))
     }
 }

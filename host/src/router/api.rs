@@ -1,9 +1,13 @@
-//! The paths that are served by a prefill and a decode, and what they make of a body.
+//! The paths that are served by a prefill and a decode, and the bodies of their legs.
 
+use super::body_chain::BodyChain;
 use super::error::HttpError;
-use super::fields::{FieldEdit, JsonFields, elements};
+use super::fields::{FieldEdit, JsonFields, Splices, elements};
+use super::lax;
+use bytes::Bytes;
 use kvferry_engine::core::router::RoutedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A way to ask for tokens.
@@ -17,36 +21,55 @@ pub(crate) enum Api {
 
 pub(crate) const APIS: [Api; 4] = [Api::Completions, Api::Chat, Api::Responses, Api::Generate];
 
+const fn put(value: &'static [u8]) -> FieldEdit {
+    FieldEdit::Put(Bytes::from_static(value))
+}
+
+const fn replace(value: &'static [u8]) -> FieldEdit {
+    FieldEdit::Replace(Bytes::from_static(value))
+}
+
+const fn default(value: &'static [u8]) -> FieldEdit {
+    FieldEdit::Default(Bytes::from_static(value))
+}
+
 /// What vllm-router 0.1.17 adds to bodies of completions.
-const COMPLETIONS: [(&str, FieldEdit<'_>); 6] = [
-    ("stream", FieldEdit::Default("false")),
-    ("echo", FieldEdit::Default("false")),
-    ("no_stop_trim", FieldEdit::Default("false")),
-    ("ignore_eos", FieldEdit::Default("false")),
-    ("skip_special_tokens", FieldEdit::Default("true")),
-    ("return_hidden_states", FieldEdit::Default("false")),
+static COMPLETIONS: [(&str, FieldEdit); 6] = [
+    ("stream", default(b"false")),
+    ("echo", default(b"false")),
+    ("no_stop_trim", default(b"false")),
+    ("ignore_eos", default(b"false")),
+    ("skip_special_tokens", default(b"true")),
+    ("return_hidden_states", default(b"false")),
 ];
 
 /// The same for chats.
-const CHAT: [(&str, FieldEdit<'_>); 10] = [
-    ("stream", FieldEdit::Default("false")),
-    ("logprobs", FieldEdit::Default("false")),
-    ("no_stop_trim", FieldEdit::Default("false")),
-    ("ignore_eos", FieldEdit::Default("false")),
-    ("continue_final_message", FieldEdit::Default("false")),
-    ("skip_special_tokens", FieldEdit::Default("true")),
-    ("separate_reasoning", FieldEdit::Default("true")),
-    ("stream_reasoning", FieldEdit::Default("true")),
-    ("return_hidden_states", FieldEdit::Default("false")),
-    ("include_reasoning", FieldEdit::Default("true")),
+static CHAT: [(&str, FieldEdit); 10] = [
+    ("stream", default(b"false")),
+    ("logprobs", default(b"false")),
+    ("no_stop_trim", default(b"false")),
+    ("ignore_eos", default(b"false")),
+    ("continue_final_message", default(b"false")),
+    ("skip_special_tokens", default(b"true")),
+    ("separate_reasoning", default(b"true")),
+    ("stream_reasoning", default(b"true")),
+    ("return_hidden_states", default(b"false")),
+    ("include_reasoning", default(b"true")),
 ];
 
 /// What makes a prefill compute the prompt and stop, length-capped, so that it keeps the KV.
-const ONE_TOKEN: [(&str, FieldEdit<'_>); 5] = [
-    ("max_tokens", FieldEdit::Put("1")),
-    ("max_completion_tokens", FieldEdit::Replace("1")),
-    ("min_tokens", FieldEdit::Put("1")),
-    ("stream", FieldEdit::Put("false")),
+static ONE_TOKEN: [(&str, FieldEdit); 5] = [
+    ("max_tokens", put(b"1")),
+    ("max_completion_tokens", replace(b"1")),
+    ("min_tokens", put(b"1")),
+    ("stream", put(b"false")),
+    ("stream_options", FieldEdit::Drop),
+];
+
+/// The same for responses.
+static ONE_OUTPUT_TOKEN: [(&str, FieldEdit); 3] = [
+    ("max_output_tokens", put(b"1")),
+    ("stream", put(b"false")),
     ("stream_options", FieldEdit::Drop),
 ];
 
@@ -86,7 +109,7 @@ impl Api {
     }
 
     /// Edits of both legs, weaker than all others.
-    pub(crate) fn defaults(self) -> &'static [(&'static str, FieldEdit<'static>)] {
+    pub(crate) fn defaults(self) -> &'static [(&'static str, FieldEdit)] {
         match self {
             Api::Completions => &COMPLETIONS,
             Api::Chat => &CHAT,
@@ -96,14 +119,10 @@ impl Api {
     }
 
     /// Edits of the prefill leg.
-    pub(crate) fn one_token(self) -> &'static [(&'static str, FieldEdit<'static>)] {
+    pub(crate) fn one_token(self) -> &'static [(&'static str, FieldEdit)] {
         match self {
             Api::Completions | Api::Chat => &ONE_TOKEN,
-            Api::Responses => &[
-                ("max_output_tokens", FieldEdit::Put("1")),
-                ("stream", FieldEdit::Put("false")),
-                ("stream_options", FieldEdit::Drop),
-            ],
+            Api::Responses => &ONE_OUTPUT_TOKEN,
             Api::Generate => &ONE_TOKEN[3..],
         }
     }
@@ -112,17 +131,28 @@ impl Api {
 /// One transfer of a request: one sample of one prompt.
 #[derive(Clone, Debug)]
 pub(crate) struct RequestPart {
-    /// The prompt where the request has several, as JSON.
-    pub(crate) prompt: Option<Box<str>>,
+    /// The prompt, if the request has several.
+    pub(crate) prompt: Option<PromptRange>,
     /// Which sample of it.
     pub(crate) sample: u32,
+}
+
+/// A prompt in the body.
+#[derive(Clone, Debug)]
+pub(crate) struct PromptRange {
+    pub(crate) field: &'static str,
+    pub(crate) value: Range<usize>,
 }
 
 /// What a body asks for.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationRequest {
     pub(crate) api: Api,
-    pub(crate) fields: JsonFields,
+    fields: JsonFields,
+    /// Of the path that has them in an object of their own.
+    sampling_params: Option<JsonFields>,
+    /// Changes that all legs have.
+    common: Splices,
     pub(crate) stream: bool,
     /// Samples per prompt.
     pub(crate) samples: u32,
@@ -147,70 +177,73 @@ impl GenerationRequest {
         prefix_tokens: u32,
         parts_max: u32,
     ) -> Result<(GenerationRequest, Vec<RoutedPrompt>), HttpError> {
-        let stream = match fields.get("stream") {
-            None | Some("false") => false,
-            Some("true") => true,
-            Some(_) => return Err(HttpError::bad("stream is neither true nor false", "stream")),
-        };
-        let samples = samples(api, &fields)?;
-        let prompts = prompts(api, &fields)?;
-        if prompts.len() as u64 * u64::from(samples) > u64::from(parts_max) {
-            let message = format!(
-                "{} prompts with {samples} samples each: at most {parts_max} in all; split the request",
-                prompts.len()
-            );
-            return Err(HttpError::bad(&message, "n"));
-        }
-        let several = prompts.len() > 1;
+        let stream = boolean(&fields, "stream")?;
+        let sampling_params = sampling_params(api, &fields)?;
+        let samples = samples(api, &fields, sampling_params.as_ref())?;
+        let prompts = prompts(api, &fields, parts_max as usize)?;
+        check_parts(&prompts, samples, parts_max)?;
+        let several = prompts.ranges.len() > 1;
         let (mut parts, mut known) = (Vec::new(), Vec::new());
-        for prompt in &prompts {
-            let estimated = estimate(prompt, prefix_tokens);
+        for prompt in prompts.ranges {
+            let estimated = estimate(&fields.text()[prompt.value.clone()], prefix_tokens);
             for sample in 0..samples {
-                parts.push(RequestPart { prompt: several.then(|| (*prompt).into()), sample });
+                parts.push(RequestPart { prompt: several.then(|| prompt.clone()), sample });
                 known.push(estimated.clone());
             }
         }
-        let seed = fields.get("seed").filter(|_| samples > 1).and_then(|seed| seed.parse().ok());
+        let seed = fields.get("seed").filter(|_| samples > 1).and_then(lax::integer);
         let output = output(&fields);
         // What is no name the instance refuses in its own words.
         let model =
-            fields.get("model").and_then(|model| serde_json::from_str::<String>(model).ok());
+            fields.get("model").and_then(|model| serde_json::from_slice::<String>(model).ok());
         let model = model.filter(|model| !model.is_empty()).map(Arc::from);
-        Ok((GenerationRequest { api, fields, stream, samples, seed, parts, output, model }, known))
+        let common = without_transfer(&fields, sampling_params.as_ref());
+        let asked = GenerationRequest {
+            api,
+            fields,
+            sampling_params,
+            common,
+            stream,
+            samples,
+            seed,
+            parts,
+            output,
+            model,
+        };
+        Ok((asked, known))
     }
 
     /// The body of a leg of one part, with this `kv_transfer_params`.
-    pub(crate) fn leg(&self, part: usize, prefill: bool, transfer: Option<&str>) -> Vec<u8> {
+    pub(crate) fn leg(&self, part: usize, prefill: bool, transfer: Option<Bytes>) -> BodyChain {
         let part = &self.parts[part];
-        let seed = self.seed.map(|seed| seed.wrapping_add(i64::from(part.sample)).to_string());
-        let nested = (self.api == Api::Generate && prefill).then(|| self.sampling_params());
-        let mut edits: Vec<(&str, FieldEdit<'_>)> = Vec::with_capacity(20);
+        let mut splices = self.common.clone();
+        let mut edits: Vec<(&str, FieldEdit)> = Vec::with_capacity(24);
         if prefill {
             edits.extend_from_slice(self.api.one_token());
         }
         edits.push(("kv_transfer_params", transfer.map_or(FieldEdit::Drop, FieldEdit::Put)));
         if self.samples > 1 {
-            edits.extend([("n", FieldEdit::Put("1")), ("best_of", FieldEdit::Drop)]);
+            edits.extend([("n", put(b"1")), ("best_of", FieldEdit::Drop)]);
+            let seed = self.seed.map(|seed| seed.wrapping_add(i64::from(part.sample)).to_string());
+            edits.extend(seed.map(|seed| ("seed", FieldEdit::Put(seed.into()))));
         }
-        edits.extend(seed.as_deref().map(|seed| ("seed", FieldEdit::Put(seed))));
-        edits.extend(part.prompt.as_deref().map(|prompt| ("prompt", FieldEdit::Put(prompt))));
-        edits.extend(nested.as_deref().map(|nested| ("sampling_params", FieldEdit::Put(nested))));
+        if let Some(prompt) = &part.prompt {
+            let value = self.fields.text().slice(prompt.value.clone());
+            edits.push((prompt.field, FieldEdit::Put(value)));
+            edits.extend([("prompt", FieldEdit::Drop), ("prompt_embeds", FieldEdit::Drop)]);
+        }
+        if prefill && self.api == Api::Generate {
+            match &self.sampling_params {
+                Some(given) => given.edit(&ONE_SAMPLED, &mut splices),
+                None => {
+                    edits.push(("sampling_params", put(b"{\"max_tokens\":1,\"min_tokens\":1}")))
+                }
+            }
+        }
         let defaults = self.api.defaults().iter();
-        edits.extend(defaults.filter(|(key, _)| !prefill || *key != "stream"));
-        let mut body = Vec::with_capacity(self.fields.len() + 640);
-        self.fields.write(&edits, &mut body);
-        body
-    }
-
-    /// Those of a prefill leg on the path that has them in an object of their own.
-    fn sampling_params(&self) -> String {
-        let given = self.fields.get("sampling_params").unwrap_or("{}").to_owned();
-        let mut out = Vec::new();
-        if let Ok(given) = JsonFields::parse(given.into()) {
-            let edits = [("max_tokens", FieldEdit::Put("1")), ("min_tokens", FieldEdit::Put("1"))];
-            given.write(&edits, &mut out);
-        }
-        String::from_utf8(out).expect("made of texts")
+        edits.extend(defaults.filter(|(key, _)| !prefill || *key != "stream").cloned());
+        self.fields.edit(&edits, &mut splices);
+        splices.chain(self.fields.text())
     }
 
     /// True if the answer is put together from several.
@@ -219,43 +252,72 @@ impl GenerationRequest {
     }
 }
 
-fn number<T: std::str::FromStr>(text: &str) -> Option<T> {
-    text.parse().ok()
+/// Edits of the `sampling_params` of a prefill leg.
+static ONE_SAMPLED: [(&str, FieldEdit); 2] = [("max_tokens", put(b"1")), ("min_tokens", put(b"1"))];
+
+/// The changes that remove a client's `kv_transfer_params` where engines read them beside the
+/// member of that name: vLLM makes all of these its `extra_args`.
+fn without_transfer(fields: &JsonFields, sampling_params: Option<&JsonFields>) -> Splices {
+    let mut splices = Splices::default();
+    let extra_args = sampling_params.and_then(|params| params.object("extra_args"));
+    for object in fields.object("vllm_xargs").iter().chain(&extra_args) {
+        object.edit(&[("kv_transfer_params", FieldEdit::Drop)], &mut splices);
+    }
+    splices
+}
+
+/// The `sampling_params` of the path that has them, if the body does.
+fn sampling_params(api: Api, fields: &JsonFields) -> Result<Option<JsonFields>, HttpError> {
+    let range = fields.range("sampling_params").filter(|_| api == Api::Generate);
+    let given = range.map(|range| JsonFields::within(fields.text().clone(), range)).transpose();
+    given.map_err(|why| {
+        HttpError::bad(&format!("sampling_params is not a JSON object: {why}"), "sampling_params")
+    })
+}
+
+/// A boolean of the body, false if it is missing.
+fn boolean(fields: &JsonFields, key: &'static str) -> Result<bool, HttpError> {
+    let value = fields.get(key).map_or(Some(false), lax::boolean);
+    value.ok_or_else(|| HttpError::bad(&format!("{key} is not a boolean; send true or false"), key))
 }
 
 fn output(fields: &JsonFields) -> u32 {
     let keys = ["max_completion_tokens", "max_tokens", "max_output_tokens"];
-    let told = keys.iter().find_map(|key| fields.get(key)).and_then(number);
-    told.unwrap_or(OUTPUT).max(1)
+    let told = keys.iter().find_map(|key| fields.get(key)).and_then(lax::integer);
+    told.and_then(|told| u32::try_from(told).ok()).unwrap_or(OUTPUT).max(1)
 }
 
 /// Samples per prompt. Each is a transfer of its own, so what needs them in one request of one
 /// engine is refused.
-fn samples(api: Api, fields: &JsonFields) -> Result<u32, HttpError> {
-    if fields.get("use_beam_search").is_some_and(|it| it == "true") {
+fn samples(
+    api: Api,
+    fields: &JsonFields,
+    sampling_params: Option<&JsonFields>,
+) -> Result<u32, HttpError> {
+    if boolean(fields, "use_beam_search")? {
         let message = "beam search cannot be served by prefill and decode instances";
         return Err(HttpError::bad(message, "use_beam_search"));
     }
-    if api == Api::Generate {
-        let nested = fields.get("sampling_params").unwrap_or("{}").to_owned();
-        let nested = JsonFields::parse(nested.into())
-            .map_err(|_| HttpError::bad("sampling_params is no object", "sampling_params"))?;
-        return match nested.get("n").map_or(Some(1), number) {
-            Some(1) => Ok(1),
-            _ => Err(HttpError::bad(
-                "n above 1 cannot be merged on this path; send one request per sample",
-                "sampling_params.n",
-            )),
-        };
+    let one = |n: Option<&[u8]>, param: &str| match n.map_or(Some(1), lax::integer) {
+        Some(1) => Ok(1),
+        _ => Err(HttpError::bad(
+            "n above 1 cannot be merged on this path; send one request per sample",
+            param,
+        )),
+    };
+    match api {
+        Api::Generate => {
+            return one(sampling_params.and_then(|params| params.get("n")), "sampling_params.n");
+        }
+        Api::Responses => return one(fields.get("n"), "n"),
+        Api::Completions | Api::Chat => {}
     }
-    let n = fields.get("n").map_or(Some(1), number::<u32>).filter(|n| *n > 0);
-    let n = n.ok_or_else(|| HttpError::bad("n is no number from 1 on", "n"))?;
-    if api == Api::Responses && n > 1 {
-        return Err(HttpError::bad("n above 1 cannot be merged on this path", "n"));
-    }
-    match fields.get("best_of").map(number::<u32>) {
+    let n = fields.get("n").map_or(Some(1), lax::integer).and_then(|n| u32::try_from(n).ok());
+    let n = n.filter(|n| *n > 0);
+    let n = n.ok_or_else(|| HttpError::bad("n is not a whole number from 1 on", "n"))?;
+    match fields.get("best_of").map(lax::integer) {
         None => Ok(n),
-        Some(Some(best)) if best == n => Ok(n),
+        Some(Some(best)) if best == i64::from(n) => Ok(n),
         Some(_) => Err(HttpError::bad(
             "best_of other than n cannot be served by separate transfers",
             "best_of",
@@ -263,43 +325,107 @@ fn samples(api: Api, fields: &JsonFields) -> Result<u32, HttpError> {
     }
 }
 
-/// The prompts as JSON, at least one.
-fn prompts(api: Api, fields: &JsonFields) -> Result<Vec<&str>, HttpError> {
-    let key = api.prompt_key();
-    let missing = || HttpError::bad(&format!("{key} is missing"), key);
-    let Some(value) = fields.get(key) else {
-        // Prompts of other kinds are the instances' business.
-        let other =
-            fields.get("prompt_embeds").filter(|it| api == Api::Completions && it.starts_with('"'));
-        return other.map(|embeds| vec![embeds]).ok_or_else(missing);
-    };
-    if api != Api::Completions || value.starts_with('"') {
-        return Ok(vec![value]);
+/// The prompts of a body.
+struct PromptRanges {
+    /// As many as may be.
+    ranges: Vec<PromptRange>,
+    /// All of them.
+    count: usize,
+    /// The field with most of them.
+    field: &'static str,
+}
+
+/// Refuses more transfers than `--parts-max`, by the name of the field that asks for them.
+fn check_parts(prompts: &PromptRanges, samples: u32, parts_max: u32) -> Result<(), HttpError> {
+    let count = prompts.count as u64;
+    if count * u64::from(samples) <= u64::from(parts_max) {
+        return Ok(());
     }
-    let inner = value.strip_prefix('[').map(str::trim_start);
-    match inner.and_then(|inner| inner.bytes().next()) {
-        Some(b'0'..=b'9') => Ok(vec![value]),
-        Some(b'"' | b'[') => elements(value).map_err(|why| HttpError::bad(&why, key)),
-        Some(b']') => Err(HttpError::bad("prompt is an empty list", key)),
-        _ => Err(HttpError::bad(
-            "prompt is no text, no list of token ids, and no list of those",
-            key,
-        )),
+    let is_prompts = samples == 1 || count > u64::from(parts_max);
+    let message = format!(
+        "{count} prompts with {samples} samples each are more than {parts_max} transfers, the \
+         limit of --parts-max; send several requests"
+    );
+    Err(HttpError::bad(&message, if is_prompts { prompts.field } else { "n" }))
+}
+
+/// The prompts, at least one, and at most `most` of them.
+fn prompts(api: Api, fields: &JsonFields, most: usize) -> Result<PromptRanges, HttpError> {
+    let key = api.prompt_key();
+    if api != Api::Completions {
+        let value = fields.range(key);
+        let value = value.ok_or_else(|| HttpError::bad(&format!("{key} is missing"), key))?;
+        return Ok(PromptRanges {
+            ranges: vec![PromptRange { field: key, value }],
+            count: 1,
+            field: key,
+        });
+    }
+    // In the order in which vLLM answers them.
+    let fields_of = ["prompt_embeds", key];
+    let mut all = PromptRanges { ranges: Vec::new(), count: 0, field: key };
+    for field in fields_of {
+        let before = all.count;
+        all.add(fields, field, most)?;
+        if all.count - before > before {
+            all.field = field;
+        }
+    }
+    match all.count {
+        0 if fields.range(key).is_some() => Err(HttpError::bad("prompt is an empty list", key)),
+        0 => Err(HttpError::bad(&format!("{key} is missing"), key)),
+        _ => Ok(all),
+    }
+}
+
+impl PromptRanges {
+    /// Adds the prompts of a field of completions: a text, a list of token ids, or a list of those.
+    fn add(
+        &mut self,
+        fields: &JsonFields,
+        field: &'static str,
+        most: usize,
+    ) -> Result<(), HttpError> {
+        let Some(value) = fields.range(field) else { return Ok(()) };
+        let text = &fields.text()[value.clone()];
+        let first = text.strip_prefix(b"[").map(|inner| inner.trim_ascii_start().first());
+        let is_one = match first {
+            // The instance checks the tokens.
+            Some(Some(b'0'..=b'9' | b'-' | b't' | b'f')) if field == "prompt" => true,
+            Some(Some(b'"')) => false,
+            Some(Some(b'[')) if field == "prompt" => false,
+            Some(Some(b']')) => return Ok(()),
+            None if text.starts_with(b"\"") => true,
+            _ => {
+                let kinds = if field == "prompt" { ", a list of token ids," } else { "" };
+                let message = format!("{field} is not a string{kinds} or a list of those");
+                return Err(HttpError::bad(&message, field));
+            }
+        };
+        if is_one {
+            self.ranges.push(PromptRange { field, value });
+            self.count += 1;
+            return Ok(());
+        }
+        let (found, count) = elements(fields.text(), value, most)
+            .map_err(|why| HttpError::bad(&format!("{field}: {why}"), field))?;
+        self.ranges.extend(found.into_iter().map(|value| PromptRange { field, value }));
+        self.count += count;
+        Ok(())
     }
 }
 
 /// A prompt as far as its load is concerned: its text is not tokenised, and prefixes are runs of
 /// text.
-fn estimate(prompt: &str, prefix_tokens: u32) -> RoutedPrompt {
-    let bytes = prompt.as_bytes();
-    let is_ids = prompt.starts_with('[') && bytes.iter().all(|c| !matches!(c, b'"' | b'{'));
+fn estimate(prompt: &[u8], prefix_tokens: u32) -> RoutedPrompt {
+    let is_ids = prompt.starts_with(b"[") && memchr::memchr2(b'"', b'{', prompt).is_none();
     let tokens = match is_ids {
-        true => memchr::memchr_iter(b',', bytes).count() + 1,
-        false => bytes.len() / TOKEN_BYTES,
+        true => memchr::memchr_iter(b',', prompt).count() + 1,
+        false => prompt.len() / TOKEN_BYTES,
     };
     let run = (prefix_tokens as usize).saturating_mul(TOKEN_BYTES).max(1);
     let mut hasher = DefaultHasher::new();
-    let runs = bytes.chunks_exact(run).map(|run| {
+    let runs = prompt.chunks_exact(run).map(|run| {
         run.hash(&mut hasher);
         hasher.finish()
     });
@@ -322,11 +448,11 @@ mod tests {
             let text = format!("{{\"prompt\":{prompt}}}");
             read(Api::Completions, &text).map(|(asked, _)| asked.parts.len()).ok()
         };
-        for one in ["\"a\"", "[1,2]", "[ 1 ]", "\"\""] {
+        for one in ["\"a\"", "[1,2]", "[ 1 ]", "\"\"", "[true]", "[-1.0]"] {
             assert_eq!(count(one), Some(1), "{one}");
         }
         assert_eq!((count("[\"a\",\"b\"]"), count("[[1],[2,3]]")), (Some(2), Some(2)));
-        for bad in ["[]", "{}", "1", "[{}]", "null", "[true]"] {
+        for bad in ["[]", "{}", "1", "[{}]", "null", "[NaN]"] {
             assert_eq!(count(bad), None, "{bad}");
         }
     }
@@ -338,7 +464,8 @@ mod tests {
         assert_eq!((asked.parts.len(), known.len(), asked.seed), (6, 6, Some(7)));
         let samples: Vec<_> = asked.parts.iter().map(|part| part.sample).collect();
         assert_eq!(samples, [0, 1, 2, 0, 1, 2]);
-        assert_eq!(asked.parts[3].prompt.as_deref(), Some("\"b\""));
+        let prompt = asked.parts[3].prompt.clone().unwrap();
+        assert_eq!(&asked.fields.text()[prompt.value], b"\"b\"");
     }
 
     #[test]
@@ -346,11 +473,12 @@ mod tests {
         let refused = |api, text| read(api, text).is_err_and(|it| it.status == 400);
         for text in [
             r#"{"prompt":"a","n":0}"#,
-            r#"{"prompt":"a","n":"2"}"#,
+            r#"{"prompt":"a","n":"two"}"#,
+            r#"{"prompt":"a","n":1.5}"#,
             r#"{"prompt":"a","n":9}"#,
             r#"{"prompt":"a","n":2,"best_of":3}"#,
             r#"{"prompt":"a","use_beam_search":true}"#,
-            r#"{"prompt":"a","stream":1}"#,
+            r#"{"prompt":"a","stream":2}"#,
             r#"{"messages":[]}"#,
         ] {
             assert!(refused(Api::Completions, text), "{text}");
@@ -363,12 +491,98 @@ mod tests {
         );
     }
 
+    fn leg(api: Api, text: &str, part: usize, prefill: bool) -> String {
+        let (asked, _) = read(api, text).unwrap();
+        let body = asked.leg(part, prefill, Some(Bytes::from_static(b"{}")));
+        String::from_utf8(body.to_bytes().to_vec()).unwrap()
+    }
+
+    #[test]
+    fn values_are_read_as_vllm_reads_them_and_pass_as_they_came() {
+        let text =
+            r#"{"prompt":"a","n":"2.0","stream":"on","seed":7.0,"logit_bias":{"5":-Infinity}}"#;
+        let (asked, _) = read(Api::Completions, text).unwrap();
+        assert_eq!((asked.samples, asked.stream, asked.seed), (2, true, Some(7)));
+        let decode = leg(Api::Completions, text, 1, false);
+        assert!(
+            decode.contains(r#""stream":"on","seed":8,"logit_bias":{"5":-Infinity}"#),
+            "{decode}"
+        );
+        let off = r#"{"messages":[],"n":1.0,"stream":0,"use_beam_search":"no"}"#;
+        assert!(!read(Api::Chat, off).unwrap().0.stream);
+        assert!(leg(Api::Chat, off, 0, false).contains(r#""n":1.0,"stream":0"#));
+    }
+
+    #[test]
+    fn each_embedded_prompt_is_a_transfer_before_those_of_text() {
+        let text = r#"{"prompt":["t"],"prompt_embeds":["QQ","Qg"]}"#;
+        let (asked, _) = read(Api::Completions, text).unwrap();
+        assert_eq!(asked.parts.len(), 3);
+        let prompts: Vec<_> = (0..3).map(|part| leg(Api::Completions, text, part, false)).collect();
+        assert!(prompts[0].starts_with(r#"{"prompt_embeds":"QQ""#), "{prompts:?}");
+        assert!(prompts[1].starts_with(r#"{"prompt_embeds":"Qg""#), "{prompts:?}");
+        assert!(prompts[2].starts_with(r#"{"prompt":"t","kv_transfer"#), "{prompts:?}");
+        assert_eq!(read(Api::Completions, r#"{"prompt_embeds":"QQ"}"#).unwrap().0.parts.len(), 1);
+        assert!(read(Api::Completions, r#"{"prompt_embeds":[1]}"#).is_err());
+    }
+
+    #[test]
+    fn the_field_with_too_many_transfers_is_named() {
+        let param = |text: String| {
+            let error = read(Api::Completions, &text).unwrap_err();
+            let body: serde_json::Value = serde_json::from_slice(&error.body).unwrap();
+            assert!(body["error"]["message"].as_str().unwrap().contains("--parts-max"));
+            body["error"]["param"].as_str().unwrap().to_owned()
+        };
+        let list = |count: usize| vec!["\"p\""; count].join(",");
+        assert_eq!(param(format!("{{\"prompt\":[{}]}}", list(9))), "prompt");
+        assert_eq!(param(format!("{{\"prompt\":[{}],\"n\":2}}", list(9))), "prompt");
+        assert_eq!(param(format!("{{\"prompt_embeds\":[{}]}}", list(9))), "prompt_embeds");
+        assert_eq!(param(format!("{{\"prompt\":[{}],\"n\":5}}", list(2))), "n");
+        assert_eq!(param("{\"prompt\":\"p\",\"n\":9}".into()), "n");
+    }
+
+    #[test]
+    fn transfer_parameters_of_clients_reach_no_engine() {
+        let text = r#"{"token_ids":[1],"kv_transfer_params":{"x":1},"vllm_xargs":{"kv_transfer_params":"x"},
+            "sampling_params":{"extra_args":{"a":1,"kv_transfer_params":{"x":1}},"max_tokens":9}}"#;
+        for prefill in [true, false] {
+            let body = leg(Api::Generate, text, 0, prefill);
+            let body: serde_json::Value = serde_json::from_str(&body).unwrap();
+            let tokens = if prefill { 1 } else { 9 };
+            assert_eq!(body["sampling_params"]["max_tokens"], tokens);
+            assert_eq!(body["sampling_params"]["extra_args"], serde_json::json!({"a": 1}));
+            assert_eq!(body["vllm_xargs"], serde_json::json!({}));
+            assert_eq!(body["kv_transfer_params"], serde_json::json!({}));
+        }
+        let without = leg(Api::Generate, r#"{"token_ids":[1]}"#, 0, true);
+        assert!(
+            without.contains(r#""sampling_params":{"max_tokens":1,"min_tokens":1}"#),
+            "{without}"
+        );
+    }
+
+    #[test]
+    fn legs_share_the_bytes_of_the_body() {
+        let prompt = "p".repeat(1 << 20);
+        let (asked, _) =
+            read(Api::Completions, &format!("{{\"prompt\":\"{prompt}\",\"n\":8}}")).unwrap();
+        let within = asked.fields.text().as_ptr_range();
+        for part in 0..8 {
+            for prefill in [true, false] {
+                let body = asked.leg(part, prefill, None);
+                let copied = body.slices().filter(|it| !within.contains(&it.as_ptr()));
+                assert!(copied.map(|it| it.len()).sum::<usize>() < 1024);
+            }
+        }
+    }
+
     #[test]
     fn equal_beginnings_have_equal_prefixes() {
-        let ids = estimate("[1,2,3,4]", 2);
+        let ids = estimate(b"[1,2,3,4]", 2);
         assert_eq!(ids.tokens, 4);
         let (one, two) =
-            (estimate("\"abcdefghijklmnopq\"", 2), estimate("\"abcdefghijklmn_pq\"", 2));
+            (estimate(b"\"abcdefghijklmnopq\"", 2), estimate(b"\"abcdefghijklmn_pq\"", 2));
         assert_eq!((one.tokens, one.prefix.len()), (4, 2));
         assert_eq!(one.prefix[0], two.prefix[0]);
         assert_ne!(one.prefix[1], two.prefix[1]);

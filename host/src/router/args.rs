@@ -116,9 +116,10 @@ pub(crate) struct RouterArgs {
     /// Longest body of a request, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) body_max: usize,
-    /// Bytes of all bodies in memory; one address gets no more than is left for others
-    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30)]
-    pub(crate) bodies_max: usize,
+    /// Bytes of memory for bodies of requests, answers that are not streamed, and events of streams
+    /// that are not whole; one address gets no more than is left for others
+    #[arg(long, alias = "bodies-max", value_name = "BYTES", default_value_t = 1 << 30)]
+    pub(crate) memory_max: usize,
     /// Connections of clients; idle ones are closed for new ones
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
@@ -137,8 +138,6 @@ pub(crate) struct HttpLimits {
     pub(crate) body_bytes: usize,
     /// Time for a client to send its body.
     pub(crate) body: Duration,
-    /// Longest answer that is not streamed, in bytes.
-    pub(crate) answer_bytes: usize,
     /// Transfers of one request.
     pub(crate) parts: u32,
     /// Tokens per run of prefixes.
@@ -277,11 +276,11 @@ impl RouterArgs {
     /// # Errors
     /// A time or size that cannot be, or a key that no header can have.
     pub(super) fn settings(&self) -> Result<HttpSettings, CommandError> {
-        if self.bodies_max / 2 < self.body_max {
+        if self.memory_max / 2 < self.body_max {
             let text = format!(
-                "--bodies-max {}: one address gets half of it at most, which is less than \
+                "--memory-max {}: one address gets half of it at most, which is less than \
                  --body-max {}; give {} or more",
-                self.bodies_max,
+                self.memory_max,
                 self.body_max,
                 self.body_max.saturating_mul(2)
             );
@@ -302,7 +301,6 @@ impl RouterArgs {
             idle: seconds("--idle-timeout", self.idle_timeout)?,
             body_bytes: self.body_max,
             body: Duration::from_secs(60),
-            answer_bytes: 256 << 20,
             parts: self.parts_max,
             prefix_tokens: RouterConfig::default().prefix_tokens,
         };

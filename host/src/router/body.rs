@@ -2,7 +2,7 @@
 
 use super::error::HttpError;
 use super::http_adapter::{ClientEvent, ClientGone, PartBody, RouterAddr};
-use super::merge::StreamMerger;
+use super::merge::{PartFacts, StreamMerger};
 use super::relay::StreamRelay;
 use super::request_spans;
 use crate::spans::OpenSpan;
@@ -70,15 +70,15 @@ impl ClientBody {
     }
 
     /// Adds a stream that has begun.
-    pub(crate) fn add(&mut self, part: usize, body: PartBody, cached: Option<u64>) {
+    pub(crate) fn add(&mut self, part: usize, body: PartBody, facts: PartFacts) {
         self.to_come -= 1;
         if let Some(merger) = &mut self.merger {
-            merger.cached(part, cached);
+            merger.begin(part, facts);
         }
         match body {
             PartBody::Stream(relay) => self.relays.push((part, *relay)),
-            PartBody::Whole(bytes) => {
-                self.take(part, bytes);
+            PartBody::Whole(whole) => {
+                self.take(part, whole.bytes);
                 self.part_ended(part);
             }
         }
@@ -88,8 +88,8 @@ impl ClientBody {
         match &mut self.merger {
             None => self.queue.push_back(bytes),
             Some(merger) => {
-                if let Err(why) = merger.feed(part, &bytes, &mut self.queue) {
-                    self.fail(&HttpError::new(StatusCode::BAD_GATEWAY, why));
+                if let Err(why) = merger.feed(part, bytes, &mut self.queue) {
+                    self.fail(&HttpError::new(StatusCode::BAD_GATEWAY, &why));
                 }
             }
         }
@@ -127,8 +127,8 @@ impl ClientBody {
     fn poll_events(&mut self, context: &mut Context<'_>) {
         while self.to_come > 0 && !self.ended {
             match self.events.poll_recv(context) {
-                Poll::Ready(Some(ClientEvent::Part { part, body, cached, .. })) => {
-                    self.add(part, body, cached);
+                Poll::Ready(Some(ClientEvent::Part { part, body, facts, .. })) => {
+                    self.add(part, body, facts);
                 }
                 Poll::Ready(Some(ClientEvent::Ended(Err(refusal)))) => self.fail(&refusal),
                 Poll::Ready(Some(ClientEvent::Ended(Ok(()))) | None) => {

@@ -1,168 +1,430 @@
-//! A JSON object whose values are left as they are: what nobody looks at survives byte by byte, and
-//! a long prompt is passed over, not parsed.
+//! A JSON object in a text, and edits of it. Its values are ranges of the text: values that no edit
+//! concerns stay as they are, byte by byte, and are not copied.
 
+use super::body_chain::{BodyChain, ChainBuilder};
+use super::json_scan::{self, JsonError, JsonMember};
 use bytes::Bytes;
-use serde::de::{Deserializer, Error, MapAccess, Visitor};
-use serde_json::value::RawValue;
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 
-/// The object; of equal keys the last counts.
+/// Members of one object of which the router reads or edits some. Objects within its values are
+/// bounded by the length of the text alone.
+pub(crate) const MEMBERS_MAX: usize = 1024;
+
+/// Error of a text that is not an object the router can edit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FieldsError {
+    Json(JsonError),
+    /// More than [`MEMBERS_MAX`] members.
+    Members,
+    /// Bytes that are not UTF-8, at this offset.
+    Encoding(usize),
+}
+
+impl fmt::Display for FieldsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FieldsError::Json(why) => why.fmt(f),
+            FieldsError::Members => {
+                write!(f, "more than {MEMBERS_MAX} fields; send at most {MEMBERS_MAX}")
+            }
+            FieldsError::Encoding(at) => write!(f, "invalid UTF-8 at byte {at}"),
+        }
+    }
+}
+
+impl From<JsonError> for FieldsError {
+    fn from(why: JsonError) -> FieldsError {
+        FieldsError::Json(why)
+    }
+}
+
+/// The object; of members with equal keys the last one counts.
 #[derive(Clone, Debug)]
 pub(crate) struct JsonFields {
     text: Bytes,
-    entries: Vec<(Box<str>, Range<usize>)>,
+    /// The object in the text.
+    range: Range<usize>,
+    members: Vec<MemberRanges>,
+    by_key: HashMap<Box<[u8]>, usize>,
+    /// Offset of the closing bracket.
+    close: usize,
 }
 
-/// What is to become of a field.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum FieldEdit<'a> {
-    /// It gets this JSON value, and is added if it is missing.
-    Put(&'a str),
-    /// It gets this JSON value if it is there.
-    Replace(&'a str),
-    /// It gets this JSON value if it is missing.
-    Default(&'a str),
-    /// It is left out.
+#[derive(Clone, Debug)]
+struct MemberRanges {
+    /// From the opening quote of the key on.
+    start: usize,
+    value: Range<usize>,
+    /// A later member has the same key.
+    is_superseded: bool,
+}
+
+/// An edit of the member under a key.
+#[derive(Clone, Debug)]
+pub(crate) enum FieldEdit {
+    /// Sets the JSON value, and adds the member if it is missing.
+    Put(Bytes),
+    /// Sets the JSON value if the member is there.
+    Replace(Bytes),
+    /// Adds the member with this JSON value if it is missing.
+    Default(Bytes),
+    /// Removes the member.
     Drop,
 }
 
-struct FieldsVisitor<'a>(&'a str);
-
-impl<'de> Visitor<'de> for FieldsVisitor<'de> {
-    type Value = Vec<(Box<str>, Range<usize>)>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut entries: Self::Value = Vec::with_capacity(16);
-        while let Some(key) = map.next_key::<Box<str>>()? {
-            let value: &RawValue = map.next_value()?;
-            let start = (value.get().as_ptr() as usize)
-                .checked_sub(self.0.as_ptr() as usize)
-                .ok_or_else(|| A::Error::custom("a value outside the text"))?;
-            let range = start..start + value.get().len();
-            match entries.iter_mut().find(|(known, _)| *known == key) {
-                Some(entry) => entry.1 = range,
-                None => entries.push((key, range)),
-            }
-        }
-        Ok(entries)
-    }
-}
-
 impl JsonFields {
-    /// The object that the bytes are.
+    /// The object that the text is: UTF-8, perhaps with surrogates, as Python takes it.
     ///
     /// # Errors
-    /// What is wrong with them, and where.
-    pub(crate) fn parse(text: Bytes) -> Result<JsonFields, String> {
-        let entries = {
-            let text = std::str::from_utf8(&text).map_err(|why| why.to_string())?;
-            let mut json = serde_json::Deserializer::from_str(text);
-            let entries =
-                json.deserialize_map(FieldsVisitor(text)).map_err(|why| why.to_string())?;
-            json.end().map_err(|why| why.to_string())?;
-            entries
-        };
-        Ok(JsonFields { text, entries })
+    /// A text that is not one JSON object, or has too many members.
+    pub(crate) fn parse(text: Bytes) -> Result<JsonFields, FieldsError> {
+        check_utf8(&text)?;
+        let all = 0..text.len();
+        JsonFields::within(text, all)
+    }
+
+    /// The object that a range of a checked text is, with the offsets of the text.
+    ///
+    /// # Errors
+    /// A text that is not one JSON object, or has too many members.
+    pub(crate) fn within(text: Bytes, range: Range<usize>) -> Result<JsonFields, FieldsError> {
+        let (mut members, mut by_key) = (Vec::<MemberRanges>::with_capacity(16), HashMap::new());
+        let close = json_scan::members(&text, range.clone(), |JsonMember { key, value }| {
+            if members.len() == MEMBERS_MAX {
+                return Err(FieldsError::Members);
+            }
+            let start = key.start - 1;
+            let before = by_key.insert(unescaped(&text[key]).into(), members.len());
+            if let Some(before) = before {
+                members[before].is_superseded = true;
+            }
+            members.push(MemberRanges { start, value, is_superseded: false });
+            Ok(())
+        })?;
+        Ok(JsonFields { text, range, members, by_key, close })
+    }
+
+    fn member(&self, key: &str) -> Option<&MemberRanges> {
+        self.by_key.get(key.as_bytes()).map(|at| &self.members[*at])
     }
 
     /// The value under a key, as JSON; none also if it is null.
-    pub(crate) fn get(&self, key: &str) -> Option<&str> {
-        let (_, range) = self.entries.iter().find(|(known, _)| **known == *key)?;
-        Some(self.slice(range)).filter(|value| *value != "null")
+    pub(crate) fn get(&self, key: &str) -> Option<&[u8]> {
+        self.range(key).map(|range| &self.text[range])
     }
 
-    fn slice(&self, range: &Range<usize>) -> &str {
-        std::str::from_utf8(&self.text[range.clone()]).expect("was UTF-8, cut at values")
+    /// The range of the value under a key; none also if it is null.
+    pub(crate) fn range(&self, key: &str) -> Option<Range<usize>> {
+        let range = self.member(key)?.value.clone();
+        Some(range).filter(|range| &self.text[range.clone()] != b"null")
     }
 
-    /// Appends the object with these edits.
-    pub(crate) fn write(&self, edits: &[(&str, FieldEdit<'_>)], out: &mut Vec<u8>) {
-        let edit_of = |key: &str| edits.iter().find(|(edited, _)| *edited == key).map(|(_, e)| e);
-        out.push(b'{');
-        let mut first = true;
-        let mut field = |key: &str, value: &[u8], out: &mut Vec<u8>| {
-            if !std::mem::take(&mut first) {
-                out.push(b',');
+    /// The object under a key; none if there is none, or it cannot be edited.
+    pub(crate) fn object(&self, key: &str) -> Option<JsonFields> {
+        JsonFields::within(self.text.clone(), self.range(key)?).ok()
+    }
+
+    pub(crate) fn text(&self) -> &Bytes {
+        &self.text
+    }
+
+    /// The object alone with these edits.
+    pub(crate) fn edited(&self, edits: &[(&str, FieldEdit)]) -> Bytes {
+        let mut splices = Splices::default();
+        self.edit(edits, &mut splices);
+        self.spliced(splices)
+    }
+
+    /// The object alone with the changes that are in it.
+    pub(crate) fn spliced(&self, splices: Splices) -> Bytes {
+        let mut out = ChainBuilder::default();
+        splices.apply(&self.text, self.range.clone(), &mut out);
+        out.finish().to_bytes()
+    }
+
+    /// Adds these edits; of several for one key the first counts. Members whose keys come again are
+    /// removed, so that every reader finds the same.
+    pub(crate) fn edit(&self, edits: &[(&str, FieldEdit)], splices: &mut Splices) {
+        let mut dropped: Vec<usize> = Vec::new();
+        dropped.extend((0..self.members.len()).filter(|at| self.members[*at].is_superseded));
+        let mut added: Vec<(&str, &Bytes)> = Vec::new();
+        for (nth, (key, edit)) in edits.iter().enumerate() {
+            if edits[..nth].iter().any(|(before, _)| before == key) {
+                continue;
             }
-            serde_json::to_writer(&mut *out, key).expect("a Vec takes every text");
-            out.push(b':');
-            out.extend_from_slice(value);
-        };
-        for (key, range) in &self.entries {
-            match edit_of(key) {
-                Some(FieldEdit::Put(value) | FieldEdit::Replace(value)) => {
-                    field(key, value.as_bytes(), out)
+            match (edit, self.by_key.get(key.as_bytes())) {
+                (FieldEdit::Put(with) | FieldEdit::Replace(with), Some(at)) => {
+                    splices.replace(self.members[*at].value.clone(), with.clone());
                 }
-                Some(FieldEdit::Drop) => {}
-                Some(FieldEdit::Default(_)) | None => field(key, &self.text[range.clone()], out),
+                (FieldEdit::Put(with) | FieldEdit::Default(with), None) => added.push((key, with)),
+                (FieldEdit::Drop, Some(at)) => dropped.push(*at),
+                (FieldEdit::Replace(_) | FieldEdit::Drop, None) | (FieldEdit::Default(_), _) => {}
             }
         }
-        for (key, edit) in edits {
-            if let FieldEdit::Put(value) | FieldEdit::Default(value) = edit
-                && !self.entries.iter().any(|(known, _)| **known == **key)
-            {
-                field(key, value.as_bytes(), out);
-            }
+        dropped.sort_unstable();
+        let is_empty = self.drop_members(&dropped, splices);
+        for (nth, (key, with)) in added.into_iter().enumerate() {
+            let comma = if nth == 0 && is_empty { "" } else { "," };
+            let key = serde_json::to_string(key).expect("texts are JSON");
+            splices.replace(self.close..self.close, format!("{comma}{key}:").into());
+            splices.replace(self.close..self.close, with.clone());
         }
-        out.push(b'}');
     }
 
-    /// Length of the text that it came from, in bytes.
-    pub(crate) fn len(&self) -> usize {
-        self.text.len()
+    /// Removes members, in their order, with their commas; true if none is left.
+    fn drop_members(&self, dropped: &[usize], splices: &mut Splices) -> bool {
+        let mut kept = self.members.len();
+        // Members at the end go with the comma before them.
+        let at_end = dropped.iter().rev().take_while(|at| {
+            let is_last = **at + 1 == kept;
+            kept -= usize::from(is_last);
+            is_last
+        });
+        let others = dropped.len() - at_end.count();
+        for at in &dropped[..others] {
+            splices.cut(self.members[*at].start..self.members[*at + 1].start);
+        }
+        if let Some(last) = self.members.last().filter(|_| kept < self.members.len()) {
+            let from = match kept.checked_sub(1) {
+                Some(last_kept) => self.members[last_kept].value.end,
+                None => self.members[0].start,
+            };
+            splices.cut(from..last.value.end);
+        }
+        kept == 0
     }
 }
 
-/// The elements of a JSON array, as JSON.
-pub(crate) fn elements(array: &str) -> Result<Vec<&str>, String> {
-    let elements: Vec<&RawValue> = serde_json::from_str(array).map_err(|why| why.to_string())?;
-    Ok(elements.into_iter().map(RawValue::get).collect())
+/// Changes of a text, applied at once.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Splices(Vec<(Range<usize>, Bytes)>);
+
+impl Splices {
+    /// Replaces a range; those at one place keep their order.
+    pub(crate) fn replace(&mut self, range: Range<usize>, with: Bytes) {
+        self.0.push((range, with));
+    }
+
+    pub(crate) fn cut(&mut self, range: Range<usize>) {
+        self.replace(range, Bytes::new());
+    }
+
+    /// Takes the changes within a range back.
+    pub(crate) fn clear_within(&mut self, range: &Range<usize>) {
+        self.0.retain(|(at, _)| at.start < range.start || at.end > range.end);
+    }
+
+    /// The part of the text that is the range, with the changes in it. Of changes that overlap the
+    /// first counts.
+    pub(crate) fn apply(mut self, text: &Bytes, range: Range<usize>, out: &mut ChainBuilder) {
+        self.0.sort_by_key(|(at, _)| at.start);
+        let mut from = range.start;
+        for (at, with) in self.0 {
+            if at.start < from || at.end > range.end {
+                continue;
+            }
+            out.push(text.slice(from..at.start));
+            out.push(with);
+            from = at.end;
+        }
+        out.push(text.slice(from..range.end));
+    }
+
+    /// The text with the changes.
+    pub(crate) fn chain(self, text: &Bytes) -> BodyChain {
+        let mut out = ChainBuilder::default();
+        self.apply(text, 0..text.len(), &mut out);
+        out.finish()
+    }
+}
+
+/// A key without its escapes. One with lone surrogates stays as it is: no edit has such a key.
+fn unescaped(key: &[u8]) -> Cow<'_, [u8]> {
+    if !key.contains(&b'\\') {
+        return key.into();
+    }
+    let quoted = [b"\"", key, b"\""].concat();
+    match serde_json::from_slice::<String>(&quoted) {
+        Ok(key) => key.into_bytes().into(),
+        Err(_) => key.into(),
+    }
+}
+
+/// Checks for UTF-8 that may have surrogates, as Python decodes bodies (`surrogatepass`).
+fn check_utf8(text: &[u8]) -> Result<(), FieldsError> {
+    let mut from = 0;
+    while let Err(why) = std::str::from_utf8(&text[from..]) {
+        from += why.valid_up_to();
+        match text[from..] {
+            [0xed, 0xa0..=0xbf, 0x80..=0xbf, ..] => from += 3,
+            _ => return Err(FieldsError::Encoding(from)),
+        }
+    }
+    Ok(())
+}
+
+/// The elements of the array under a range, at most `most` of them, and their number.
+///
+/// # Errors
+/// A text that is not one JSON array.
+pub(crate) fn elements(
+    text: &[u8],
+    range: Range<usize>,
+    most: usize,
+) -> Result<(Vec<Range<usize>>, usize), JsonError> {
+    let (mut found, mut count) = (Vec::new(), 0);
+    json_scan::elements(text, range, |element| {
+        if count < most {
+            found.push(element);
+        }
+        count += 1;
+    })?;
+    Ok((found, count))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
+    use serde_json::{Map, Value};
 
-    fn edited(text: &str, edits: &[(&str, FieldEdit<'_>)]) -> String {
-        let mut out = Vec::new();
-        JsonFields::parse(Bytes::copy_from_slice(text.as_bytes())).unwrap().write(edits, &mut out);
-        String::from_utf8(out).unwrap()
+    fn parsed(text: &str) -> Result<JsonFields, FieldsError> {
+        JsonFields::parse(Bytes::copy_from_slice(text.as_bytes()))
+    }
+
+    fn edited(text: &str, edits: &[(&str, FieldEdit)]) -> String {
+        String::from_utf8(parsed(text).unwrap().edited(edits).to_vec()).unwrap()
+    }
+
+    fn put(value: &'static str) -> FieldEdit {
+        FieldEdit::Put(Bytes::from_static(value.as_bytes()))
     }
 
     #[test]
-    fn what_is_not_edited_stays_as_it_is() {
+    fn a_text_without_edits_stays_as_it_is() {
         let text = r#" {"a" : 1.50, "b\n":{"x":[1, 2]},"c":"\u00e4","d":null} "#;
-        assert_eq!(edited(text, &[]), r#"{"a":1.50,"b\n":{"x":[1, 2]},"c":"\u00e4","d":null}"#);
+        assert_eq!(edited(text, &[]), text);
     }
 
     #[test]
-    fn edits_do_what_they_say() {
+    fn edits_change_their_members_alone() {
+        let one = || Bytes::from_static(b"1");
         let edits = [
-            ("a", FieldEdit::Put("1")),
-            ("b", FieldEdit::Replace("2")),
-            ("c", FieldEdit::Default("3")),
+            ("a", FieldEdit::Put(one())),
+            ("b", FieldEdit::Replace(one())),
+            ("c", FieldEdit::Default(one())),
             ("d", FieldEdit::Drop),
+            ("a", FieldEdit::Drop),
         ];
-        assert_eq!(edited("{}", &edits), r#"{"a":1,"c":3}"#);
-        assert_eq!(edited(r#"{"d":0,"c":0,"b":0,"a":0}"#, &edits), r#"{"c":0,"b":2,"a":1}"#);
+        assert_eq!(edited("{}", &edits), r#"{"a":1,"c":1}"#);
+        assert_eq!(edited(r#"{"d":0, "c":0,"b":0 ,"a":0}"#, &edits), r#"{"c":0,"b":1 ,"a":1}"#);
+        assert_eq!(edited(r#"{ "d":0 }"#, &edits), r#"{  "a":1,"c":1}"#);
+        assert_eq!(edited(r#"{"x":0,"d":0}"#, &edits), r#"{"x":0,"a":1,"c":1}"#);
+        assert_eq!(edited(r#"{"\u0061":0,"c":2}"#, &edits), r#"{"\u0061":1,"c":2}"#);
     }
 
     #[test]
-    fn of_equal_keys_the_last_counts_and_null_is_nothing() {
-        let fields = JsonFields::parse(Bytes::from_static(br#"{"a":1,"a":2,"b":null}"#)).unwrap();
-        assert_eq!((fields.get("a"), fields.get("b"), fields.get("c")), (Some("2"), None, None));
+    fn of_equal_keys_the_last_counts_and_the_others_are_removed() {
+        let text = r#"{"a":1,"\u0061":2,"b":null,"a":3}"#;
+        let fields = parsed(text).unwrap();
+        assert_eq!(
+            (fields.get("a"), fields.get("b"), fields.get("c")),
+            (Some(&b"3"[..]), None, None)
+        );
+        assert_eq!(edited(text, &[]), r#"{"b":null,"a":3}"#);
+        assert_eq!(edited(text, &[("a", FieldEdit::Drop)]), r#"{"b":null}"#);
+        assert_eq!(edited(r#"{"a":1,"a":2}"#, &[("a", FieldEdit::Drop)]), "{}");
     }
 
     #[test]
-    fn other_texts_are_refused() {
-        for bad in ["", "[]", "1", "{", r#"{"a":}"#, "{} x", r#"{"a":1}{"#, "\u{0}"] {
-            assert!(JsonFields::parse(Bytes::copy_from_slice(bad.as_bytes())).is_err(), "{bad}");
+    fn objects_in_objects_are_edited_in_place() {
+        let text = Bytes::from_static(br#"{"a":{"b":{"c":1,"d":2}},"e":3}"#);
+        let outer = JsonFields::parse(text.clone()).unwrap();
+        let inner = outer.object("a").and_then(|a| a.object("b")).unwrap();
+        let mut splices = Splices::default();
+        inner.edit(&[("d", FieldEdit::Drop), ("f", put("4"))], &mut splices);
+        outer.edit(&[("e", put("5"))], &mut splices);
+        assert_eq!(splices.chain(&text).to_bytes(), r#"{"a":{"b":{"c":1,"f":4}},"e":5}"#);
+        assert!(outer.object("e").is_none() && outer.object("x").is_none());
+    }
+
+    #[test]
+    fn more_members_than_the_limit_are_refused() {
+        let object = |count: usize| {
+            let members: Vec<_> = (0..count).map(|n| format!("\"k{n}\":0")).collect();
+            format!("{{{}}}", members.join(","))
+        };
+        assert!(parsed(&object(MEMBERS_MAX)).is_ok());
+        assert_eq!(parsed(&object(MEMBERS_MAX + 1)).err(), Some(FieldsError::Members));
+        // Only objects that are edited have the limit.
+        assert!(parsed(&format!("{{\"logit_bias\":{}}}", object(40_000))).is_ok());
+    }
+
+    #[test]
+    fn surrogates_are_taken_and_other_bytes_are_not() {
+        let bytes = |inner: &[u8]| Bytes::from([b"{\"a\":\"", inner, b"\"}"].concat());
+        assert!(JsonFields::parse(bytes(b"x\xed\xa0\x80y\xc3\xa4")).is_ok());
+        for bad in [&b"\xff"[..], b"\xc3", b"\xed\xa0", b"\xc0\x80"] {
+            let refused = JsonFields::parse(bytes(bad)).err();
+            assert_eq!(refused, Some(FieldsError::Encoding(6)), "{bad:?}");
         }
-        assert!(JsonFields::parse(Bytes::from_static(b"{\"a\":\"\xff\"}")).is_err());
+    }
+
+    #[test]
+    fn time_per_member_is_flat() {
+        let time = |count: usize| {
+            let members: Vec<_> = (0..count).map(|n| format!("\"key{n}\":0")).collect();
+            let text = Bytes::from(format!("{{{}}}", members.join(",")));
+            let once = || {
+                let start = std::time::Instant::now();
+                for _ in 0..MEMBERS_MAX / count {
+                    let mut splices = Splices::default();
+                    let fields = JsonFields::parse(text.clone()).unwrap();
+                    fields.edit(&[("key1", FieldEdit::Drop), ("n", put("1"))], &mut splices);
+                    assert!(!splices.0.is_empty());
+                }
+                start.elapsed()
+            };
+            (0..20).map(|_| once()).min().unwrap()
+        };
+        // As many members in all, in objects of 16 and in one: a square would be 64 times as much.
+        let (small, large) = (time(16), time(MEMBERS_MAX));
+        assert!(large < small * 12, "{small:?} {large:?}");
+    }
+
+    proptest! {
+        #[test]
+        fn edits_are_those_of_a_map(
+            given in prop::collection::vec(("[a-e]", 0..9u8), 0..9),
+            edits in prop::collection::vec(("[a-f]", 0..4u8), 0..6),
+            space in "[ \n]{0,2}",
+        ) {
+            let members: Vec<_> = given.iter().map(|(key, value)| format!("{space}\"{key}\":{space}{value}{space}")).collect();
+            let text = format!("{{{}}}", members.join(","));
+            let mut expected: Map<String, Value> = serde_json::from_str(&text).unwrap();
+            let nine = Bytes::from_static(b"99");
+            let made: Vec<_> = edits.iter().map(|(key, kind)| (key.as_str(), match kind {
+                0 => FieldEdit::Put(nine.clone()),
+                1 => FieldEdit::Replace(nine.clone()),
+                2 => FieldEdit::Default(nine.clone()),
+                _ => FieldEdit::Drop,
+            })).collect();
+            for (nth, (key, kind)) in edits.iter().enumerate() {
+                let is_there = expected.contains_key(key);
+                match kind {
+                    _ if edits[..nth].iter().any(|(before, _)| before == key) => {}
+                    0 => drop(expected.insert(key.clone(), 99.into())),
+                    1 if is_there => drop(expected.insert(key.clone(), 99.into())),
+                    2 if !is_there => drop(expected.insert(key.clone(), 99.into())),
+                    3 => drop(expected.remove(key)),
+                    _ => {}
+                }
+            }
+            let out: Map<String, Value> = serde_json::from_str(&edited(&text, &made)).unwrap();
+            prop_assert_eq!(out, expected);
+        }
     }
 }

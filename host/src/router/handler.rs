@@ -3,13 +3,14 @@
 use super::api::{Api, GenerationRequest};
 use super::args::HttpSettings;
 use super::body::{ClientBody, ClientGuard};
-use super::body_budget::{BodyBudget, BodyBytes};
 use super::connections::ClientConnection;
+use super::encoding;
 use super::error::HttpError;
 use super::fields::JsonFields;
 use super::http_adapter::{ClientEvent, HttpAdapter, MAILBOX, PartBody, SubmitRequest};
 use super::leg::{REQUEST_ID, ResponseHead};
-use super::merge::{self, PartAnswer, StreamMerger};
+use super::memory_budget::{ByteCollector, MemoryBudget, MemoryCharge};
+use super::merge::{self, PartAnswer, ShownId, StreamMerger};
 use super::metrics::{self, Counted, RouterMetrics};
 use super::request_spans::{self, LegTracer};
 use super::routed_request::RoutedRequest;
@@ -34,6 +35,9 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
+/// Bytes of memory that the legs of one part take beside the body: their edits and headers.
+const LEG_BYTES: usize = 4 << 10;
+
 pub(crate) struct RequestHandler {
     pub(crate) core: MailboxSender<Driver<HttpAdapter>>,
     pub(crate) settings: Arc<HttpSettings>,
@@ -41,7 +45,7 @@ pub(crate) struct RequestHandler {
     /// None unless a collector of spans is named.
     pub(crate) tracer: Option<SpanTracer>,
     pub(crate) next_client: AtomicU64,
-    pub(crate) bodies: Arc<BodyBudget>,
+    pub(crate) memory: Arc<MemoryBudget>,
     /// Clients are to come again by another connection, which another router may take.
     pub(crate) is_draining: AtomicBool,
 }
@@ -56,7 +60,7 @@ impl RequestHandler {
         let headers = request.headers();
         let mut span =
             self.tracer.as_ref().map(|tracer| request_spans::begin(tracer, api, headers, &id));
-        let answer = self.answer(api, request, &mut span).await;
+        let answer = self.answer(api, request, &id, &mut span).await;
         if let Some(span) = span {
             request_spans::answered(span, answer.as_ref().map(Response::status));
         }
@@ -80,6 +84,7 @@ impl RequestHandler {
         &self,
         api: Api,
         request: Request<Body>,
+        id: &HeaderValue,
         span: &mut Option<OpenSpan>,
     ) -> Result<Response, HttpError> {
         let (parts, body) = request.into_parts();
@@ -88,26 +93,29 @@ impl RequestHandler {
         let connection = parts.extensions.get::<Arc<ClientConnection>>();
         let account =
             connection.map_or(PeerSource::new(Ipv4Addr::UNSPECIFIED.into()), |it| it.account());
-        let mut held = self.bodies.body(account);
-        let body = self.body(body, &mut held).await?;
+        let mut memory = self.memory.charge(account);
+        let body = self.body(body, &mut memory).await?;
         if let Some(connection) = connection {
             connection.begin();
         }
         let fields = JsonFields::parse(body)
-            .map_err(|why| HttpError::bad(&format!("the body is no JSON object: {why}"), ""))?;
+            .map_err(|why| HttpError::bad(&format!("the body is not a JSON object: {why}"), ""))?;
         let (asked, prompts) =
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
+        let legs = memory.add(asked.parts.len() * LEG_BYTES);
+        legs.map_err(|why| why.error("the legs of the request"))?;
         let own = self.settings.authorization.as_ref();
         let spans = self.leg_tracer(&asked, span.as_mut());
-        let job = Arc::new(RoutedRequest::new((asked, held), &parts.headers, own, spans));
+        let job = Arc::new(RoutedRequest::new((asked, memory), &parts.headers, own, spans));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
         let place = self.core.reserve().ok_or_else(overload)?;
         let guard = ClientGuard { core: self.core.address().clone(), client };
         self.core.post(SubmitRequest { client, job: job.clone(), prompts, events: sender }, place);
+        let shown = ShownId::new(id.as_bytes());
         match job.asked.stream {
-            true => streamed(&job.asked, events, guard, span).await,
-            false => whole(&job.asked, events, guard).await,
+            true => streamed(&job, events, shown, (guard, span)).await,
+            false => whole(&job.asked, events, shown, guard).await,
         }
     }
 
@@ -124,53 +132,40 @@ impl RequestHandler {
         Some(LegTracer { tracer, request: span.context().clone() })
     }
 
-    async fn body(&self, body: Body, held: &mut BodyBytes) -> Result<Bytes, HttpError> {
+    async fn body(&self, body: Body, memory: &mut MemoryCharge) -> Result<Bytes, HttpError> {
         let limits = &self.settings.limits;
-        let collected = timeout(limits.body, self.collect(body, held)).await;
-        collected.map_err(|_| {
+        let collected = timeout(limits.body, self.collect(body, memory)).await;
+        let body = collected.map_err(|_| {
             let message = format!("the body did not come within {:?}", limits.body);
             HttpError::new(StatusCode::REQUEST_TIMEOUT, &message)
-        })?
+        })??;
+        let extra = memory.add(encoding::extra_bytes(&body));
+        extra.map_err(|why| why.error("the body"))?;
+        encoding::to_utf8(body).map_err(|why| HttpError::bad(&format!("the body: {why}"), ""))
     }
 
-    async fn collect(&self, mut body: Body, held: &mut BodyBytes) -> Result<Bytes, HttpError> {
+    async fn collect(&self, mut body: Body, memory: &mut MemoryCharge) -> Result<Bytes, HttpError> {
         let most = self.settings.limits.body_bytes;
         let too_long = || {
             let message = format!("the body is longer than {most} bytes, the limit of --body-max");
             HttpError::new(StatusCode::PAYLOAD_TOO_LARGE, &message)
         };
-        if body.size_hint().lower() > most as u64 {
+        let hint = body.size_hint();
+        if hint.lower() > most as u64 {
             return Err(too_long());
         }
-        let (mut first, mut all) = (Bytes::new(), Vec::new());
+        let whole = hint.exact().map_or(most, |exact| exact as usize);
+        let mut all = ByteCollector::new(whole);
         while let Some(frame) = body.frame().await {
             let frame =
                 frame.map_err(|why| HttpError::bad(&format!("the body broke off: {why}"), ""))?;
             let Ok(more) = frame.into_data() else { continue };
-            if first.len().max(all.len()) + more.len() > most {
+            if all.len() + more.len() > most {
                 return Err(too_long());
             }
-            held.add(more.len()).map_err(|(own, all)| self.no_memory(own, all))?;
-            if first.is_empty() && all.is_empty() {
-                first = more;
-                continue;
-            }
-            if all.is_empty() {
-                all.extend_from_slice(&std::mem::take(&mut first));
-            }
-            all.extend_from_slice(&more);
+            all.add(more, memory).map_err(|why| why.error("the body"))?;
         }
-        Ok(if all.is_empty() { first } else { all.into() })
-    }
-
-    fn no_memory(&self, own: usize, all: usize) -> HttpError {
-        self.metrics.bodies_refused.inc();
-        let message = format!(
-            "bodies of requests take {all} bytes of memory, {own} of them of your address, which \
-             gets no more than is left for others: send fewer at a time, or have the operator \
-             raise --bodies-max"
-        );
-        HttpError::new(StatusCode::TOO_MANY_REQUESTS, &message)
+        Ok(all.finish())
     }
 }
 
@@ -222,15 +217,16 @@ fn response(head: ResponseHead, body: Body) -> Response {
 async fn whole(
     asked: &GenerationRequest,
     mut events: mpsc::Receiver<ClientEvent>,
+    shown: ShownId,
     _guard: ClientGuard,
 ) -> Result<Response, HttpError> {
     let mut first = None;
     let mut answers: Vec<Option<PartAnswer>> = asked.parts.iter().map(|_| None).collect();
     loop {
         match events.recv().await.ok_or_else(lost)? {
-            ClientEvent::Part { part, head, body: PartBody::Whole(body), cached } => {
+            ClientEvent::Part { part, head, body: PartBody::Whole(body), facts } => {
                 let counts_prompt = asked.parts[part].sample == 0;
-                answers[part] = Some(PartAnswer { body, counts_prompt, cached });
+                answers[part] = Some(PartAnswer { body, counts_prompt, facts });
                 first.get_or_insert(head);
             }
             ClientEvent::Part { .. } => return Err(lost()),
@@ -239,31 +235,38 @@ async fn whole(
     }
     let answers: Option<Vec<PartAnswer>> = answers.into_iter().collect();
     let (Some(head), Some(answers)) = (first, answers) else { return Err(lost()) };
-    let body =
-        merge::whole(&answers).map_err(|why| HttpError::new(StatusCode::BAD_GATEWAY, &why))?;
-    Ok(response(head, body.into()))
+    let body = merge::whole(answers, &shown)
+        .map_err(|why| HttpError::new(StatusCode::BAD_GATEWAY, &why))?;
+    Ok(response(head, Body::new(body)))
 }
 
 async fn streamed(
-    asked: &GenerationRequest,
+    job: &RoutedRequest,
     mut events: mpsc::Receiver<ClientEvent>,
-    guard: ClientGuard,
-    span: &mut Option<OpenSpan>,
+    shown: ShownId,
+    (guard, span): (ClientGuard, &mut Option<OpenSpan>),
 ) -> Result<Response, HttpError> {
-    let (part, head, body, cached) = match events.recv().await.ok_or_else(lost)? {
-        ClientEvent::Part { part, head, body, cached } => (part, head, body, cached),
+    let asked = &job.asked;
+    let (part, head, body, facts) = match events.recv().await.ok_or_else(lost)? {
+        ClientEvent::Part { part, head, body, facts } => (part, head, body, facts),
         ClientEvent::Ended(Err(refusal)) => return Err(refusal),
         ClientEvent::Ended(Ok(())) => return Err(lost()),
     };
-    // One stream is only looked into if there is something to put into it.
-    let merger = (asked.is_split() || cached.is_some())
-        .then(|| StreamMerger::new(asked.parts.iter().map(|part| part.sample == 0)));
+    // One stream is only looked into if there is something to put into it, or to take out.
+    let is_edited = asked.is_split()
+        || facts.cached.is_some()
+        || facts.inner_id.is_some()
+        || asked.api == Api::Responses;
+    let merger = is_edited.then(|| {
+        let counts_prompt = asked.parts.iter().map(|part| part.sample == 0);
+        StreamMerger::new(counts_prompt, shown, &job.memory)
+    });
     let mut span = span.take();
     if let Some(span) = &mut span {
         request_spans::streaming(span, head.status);
     }
     let mut streams = ClientBody::new(asked.parts.len(), events, merger, (guard, span));
-    streams.add(part, body, cached);
+    streams.add(part, body, facts);
     Ok(response(head, Body::new(streams)))
 }
 
@@ -277,6 +280,7 @@ mod tests {
     use kvferry_engine::core::router::{Router, RouterConfig};
     use kvferry_trust::FleetProof;
     use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
+    use prometheus_client::metrics::counter::Counter;
     use std::time::Duration;
 
     /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
@@ -288,7 +292,6 @@ mod tests {
             idle: short,
             body_bytes: most,
             body: short,
-            answer_bytes: most,
             parts: 8,
             prefix_tokens: 16,
         };
@@ -308,7 +311,7 @@ mod tests {
             metrics,
             tracer: None,
             next_client: AtomicU64::default(),
-            bodies: BodyBudget::new(1 << 24),
+            memory: MemoryBudget::new(1 << 24, Counter::default()),
             is_draining: AtomicBool::default(),
         }
     }

@@ -4,12 +4,13 @@
 use super::args::HttpSettings;
 use super::error::HttpError;
 use super::instance_times::InstanceTimes;
-use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead};
+use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead, StreamBeginning};
 use super::load::LoadCalls;
-use super::merge;
+use super::memory_budget::{ChargedBytes, MemoryCharge};
+use super::merge::{self, PartFacts};
 use super::metrics::{LegLabels, RouterMetrics, role_name};
-use super::params::TransferUid;
-use super::pool::{ConnectionPool, PooledBody};
+use super::params::{self, TransferUid};
+use super::pool::ConnectionPool;
 use super::probe::{self, ProbeOrder};
 use super::relay::{StreamEnd, StreamRelay};
 use super::request_spans::{LegTracer, leg_failed};
@@ -17,7 +18,6 @@ use super::routed_request::{RoutedRequest, is_alone, order, transfer_of};
 use crate::instance::{ReportedFailure, find_failure};
 use crate::spans::OpenSpan;
 use actix::{Addr, Context, Handler, Message};
-use bytes::Bytes;
 use hyper::StatusCode;
 use kvferry_engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
 use kvferry_engine::core::Nanos;
@@ -30,8 +30,6 @@ use kvferry_engine::core::router::{
 use kvferry_engine::effects::perform_control;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
 use kvferry_wire::{SignedEvent, SignedPlane, ZmqPlane};
-use serde::Deserialize;
-use serde_json::value::RawValue;
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
@@ -52,14 +50,14 @@ type RouterInputQueue = VecDeque<RouterInput>;
 /// What a client gets to hear; after `Ended` nothing more.
 pub(crate) enum ClientEvent {
     /// The answer of one part, or its beginning.
-    Part { part: usize, head: ResponseHead, body: PartBody, cached: Option<u64> },
+    Part { part: usize, head: ResponseHead, body: PartBody, facts: PartFacts },
     /// All parts are there, or it failed.
     Ended(Result<(), HttpError>),
 }
 
 /// The answer of one part.
 pub(crate) enum PartBody {
-    Whole(Bytes),
+    Whole(ChargedBytes),
     Stream(Box<StreamRelay>),
 }
 
@@ -102,7 +100,7 @@ struct ClientState {
 }
 
 /// One transfer of a request.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 struct PartState {
     /// What the legs of its last attempt are called by.
     unique: Option<(TransferId, TransferUid)>,
@@ -112,6 +110,8 @@ struct PartState {
     cached: Option<u64>,
     /// When the prefill of its last attempt answered.
     prefilled: Option<Instant>,
+    /// For what that prefill answered as `kv_transfer_params`.
+    params_memory: Option<MemoryCharge>,
 }
 
 /// A leg in flight.
@@ -120,6 +120,8 @@ struct InFlightLeg {
     part: usize,
     role: Role,
     engine: EngineId,
+    /// The request id if it names addresses of instances.
+    inner_id: Option<Arc<str>>,
     /// The prefill's answer is what the decode reads by.
     wants_params: bool,
     /// The instance tells what became of the KV.
@@ -186,6 +188,10 @@ impl HttpAdapter {
         };
         let made = self.order(client, part, (&engine, &http), &pair, &body);
         let Some((order, span)) = made else { return };
+        let inner_id = order.as_ref().ok().and_then(|order| order.inner_id.clone());
+        let Some(memory) = self.clients.get(&client).map(|it| it.job.memory.another()) else {
+            return;
+        };
         let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());
         if let Some(client) = self.clients.get_mut(&client) {
             times.queue.observe((sent - client.arrived).as_secs_f64());
@@ -196,7 +202,7 @@ impl HttpAdapter {
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
         let task = actix::spawn(async move {
             let news = match order {
-                Ok(order) => leg::run(pool, order, limits).await,
+                Ok(order) => leg::run(pool, order, limits, memory).await,
                 Err(why) => LegResult::Failed(LegError::invalid_answer(&why)),
             };
             core.do_send(LegMessage(leg, news));
@@ -206,6 +212,7 @@ impl HttpAdapter {
             part,
             role,
             engine,
+            inner_id,
             wants_params,
             reports_failures: tells,
             sent,
@@ -243,21 +250,28 @@ impl HttpAdapter {
         Some((order(&client.job, part, http, (pair, body), (unique, proof, above)), span))
     }
 
-    fn whole(&mut self, leg: LegId, head: ResponseHead, body: Bytes, out: &mut RouterInputQueue) {
+    fn whole(
+        &mut self,
+        leg: LegId,
+        head: ResponseHead,
+        body: ChargedBytes,
+        out: &mut RouterInputQueue,
+    ) {
         let Some(mut running) = self.legs.remove(&leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let part = running.part;
         if running.role == Role::Prefill {
             running.times.first_token.observe(running.sent.elapsed().as_secs_f64());
             client.parts[part].prefilled = Some(Instant::now());
-            client.parts[part].cached = merge::cached(&body);
-            return self.prefilled(leg, &mut running, &body, out);
+            client.parts[part].cached = merge::cached(&body.bytes);
+            return self.prefilled(leg, &mut running, body, out);
         }
         let cached = client.parts[part].cached;
-        let told = if running.reports_failures { find_failure(&body) } else { None };
+        let told = if running.reports_failures { find_failure(&body.bytes) } else { None };
+        let facts = PartFacts { cached, inner_id: running.inner_id.clone() };
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
-        let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
+        let _ = client.events.try_send(ClientEvent::Part { part, head, body, facts });
         self.decoded(leg, &mut running, told, out);
     }
 
@@ -288,16 +302,12 @@ impl HttpAdapter {
         &mut self,
         leg: LegId,
         running: &mut InFlightLeg,
-        body: &[u8],
+        body: ChargedBytes,
         out: &mut RouterInputQueue,
     ) {
-        #[derive(Deserialize)]
-        struct PrefillResponse<'a> {
-            #[serde(borrow)]
-            kv_transfer_params: Option<&'a RawValue>,
-        }
+        let ChargedBytes { bytes, mut memory } = body;
         // What it has computed is of no use.
-        if let Some(heard) = running.reports_failures.then(|| find_failure(body)).flatten() {
+        if let Some(heard) = running.reports_failures.then(|| find_failure(&bytes)).flatten() {
             let fault = LegError::from_reported(heard, &running.engine);
             return self.failed(leg, running, fault, out);
         }
@@ -305,20 +315,28 @@ impl HttpAdapter {
             self.leg_ended(running, "done");
             return out.push_back(leg_input(leg, done()));
         }
-        match serde_json::from_slice::<PrefillResponse<'_>>(body) {
-            Ok(PrefillResponse { kv_transfer_params: Some(params) }) if params.get() != "null" => {
+        match params::answered(bytes) {
+            Ok(Some(params)) => {
+                // The core has them, and the leg of the decode.
+                let held = memory.set(params.len() * 2);
+                if let Some(client) = self.clients.get_mut(&running.client) {
+                    client.parts[running.part].params_memory = Some(memory);
+                }
+                if let Err(why) = held {
+                    let fault = LegError::from(why);
+                    return self.failed(leg, running, fault, out);
+                }
                 self.leg_ended(running, "done");
-                let params = params.get().into();
                 out.push_back(leg_input(leg, LegEvent::Prefilled { params }));
             }
-            Ok(_) => {
+            Ok(None) => {
                 tracing::warn!(%leg, engine = %running.engine,
                     "prefill answered without kv_transfer_params: decode computes the prompt");
                 self.leg_ended(running, "done");
                 out.push_back(leg_input(leg, done()));
             }
             Err(why) => {
-                let why = format!("prefill {} answered what is no JSON: {why}", running.engine);
+                let why = format!("prefill {}: {why}", running.engine);
                 self.failed(leg, running, LegError::invalid_answer(&why), out);
             }
         }
@@ -328,8 +346,7 @@ impl HttpAdapter {
         &mut self,
         leg: LegId,
         head: ResponseHead,
-        first: Bytes,
-        body: PooledBody,
+        beginning: StreamBeginning,
         out: &mut RouterInputQueue,
     ) {
         let Some(running) = self.legs.get_mut(&leg) else { return };
@@ -349,9 +366,12 @@ impl HttpAdapter {
         let core = self.core.clone();
         let report = move |end, heard| core.do_send(StreamEnded(leg, end, heard));
         let (idle, tells) = (self.settings.limits.idle, running.reports_failures);
-        let relay = StreamRelay::new((first, body), (idle, between), is_cut, tells, report);
-        let (body, cached) = (PartBody::Stream(Box::new(relay)), client.parts[part].cached);
-        let _ = client.events.try_send(ClientEvent::Part { part, head, body, cached });
+        let StreamBeginning { first, body, memory } = beginning;
+        let relay = StreamRelay::new((first, body, memory), (idle, between), is_cut, tells, report);
+        let body = PartBody::Stream(Box::new(relay));
+        let facts =
+            PartFacts { cached: client.parts[part].cached, inner_id: running.inner_id.clone() };
+        let _ = client.events.try_send(ClientEvent::Part { part, head, body, facts });
         out.push_back(leg_input(leg, LegEvent::FirstToken));
     }
 
@@ -531,7 +551,7 @@ impl Handler<SubmitRequest> for Driver<HttpAdapter> {
 
     fn handle(&mut self, ask: SubmitRequest, context: &mut Context<Self>) {
         let SubmitRequest { client, job, prompts, events } = ask;
-        let parts = vec![PartState::default(); job.asked.parts.len()];
+        let parts = job.asked.parts.iter().map(|_| PartState::default()).collect();
         let (output, model) = (job.asked.output, job.asked.model.clone());
         self.with_adapter(context, |front, out| {
             front.clients.insert(
@@ -573,7 +593,7 @@ impl Handler<LegMessage> for Driver<HttpAdapter> {
     fn handle(&mut self, LegMessage(leg, news): LegMessage, context: &mut Context<Self>) {
         self.with_adapter(context, |front, out| match news {
             LegResult::Whole(head, body) => front.whole(leg, head, body, out),
-            LegResult::Begun(head, first, body) => front.begun(leg, head, first, body, out),
+            LegResult::Begun(head, beginning) => front.begun(leg, head, beginning, out),
             LegResult::Failed(fault) => {
                 if let Some(mut running) = front.legs.remove(&leg) {
                     front.failed(leg, &mut running, fault, out);

@@ -1,13 +1,16 @@
 //! One leg: a request to an instance, and what becomes of it.
 
 use super::args::HttpLimits;
+use super::body_chain::BodyChain;
 use super::error::HttpError;
+use super::memory_budget::{ByteCollector, ChargedBytes, MemoryCharge, MemoryRefusal};
 use super::pool::{ConnectionPool, PooledBody, chain};
 use super::retry_after::retry_after;
 use super::sse;
 use crate::instance::{ReportedFailure, find_failure};
-use bytes::Bytes;
-use http_body_util::{BodyExt, Full, Limited};
+use bytes::{Bytes, BytesMut};
+use http_body_util::{BodyExt, Limited};
+use hyper::body::Body as _;
 use hyper::header::{HeaderMap, HeaderName, HeaderValue};
 use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Request, StatusCode};
@@ -19,6 +22,8 @@ use kvferry_engine::fabric::Endpoint;
 use memchr::memmem;
 use serde::Deserialize;
 use serde_json::value::RawValue;
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
 
@@ -65,6 +70,14 @@ impl LegError {
     }
 }
 
+/// No instance is to blame, and no other one would do better.
+impl From<MemoryRefusal> for LegError {
+    fn from(why: MemoryRefusal) -> LegError {
+        let refusal = why.error("the answer");
+        LegError { failure: LegFailure::Request(refusal.message().into()), refusal }
+    }
+}
+
 /// Status and headers of an instance's answer.
 #[derive(Debug)]
 pub(crate) struct ResponseHead {
@@ -74,10 +87,17 @@ pub(crate) struct ResponseHead {
 
 /// What became of a leg.
 pub(crate) enum LegResult {
-    Whole(ResponseHead, Bytes),
-    /// The beginning of a stream.
-    Begun(ResponseHead, Bytes, PooledBody),
+    Whole(ResponseHead, ChargedBytes),
+    Begun(ResponseHead, StreamBeginning),
     Failed(LegError),
+}
+
+/// A stream whose first event is there.
+pub(crate) struct StreamBeginning {
+    pub(crate) first: Bytes,
+    pub(crate) body: PooledBody,
+    /// For events of it that are kept until they are whole.
+    pub(crate) memory: MemoryCharge,
 }
 
 #[derive(Debug)]
@@ -85,19 +105,22 @@ pub(crate) struct HttpLegRequest {
     pub(crate) to: Endpoint,
     pub(crate) path: &'static str,
     pub(crate) headers: HeaderMap,
-    pub(crate) body: Bytes,
+    pub(crate) body: BodyChain,
+    /// The request id, if it names addresses of instances: answers must not show it.
+    pub(crate) inner_id: Option<Arc<str>>,
     /// Whether the answer is handed on as it comes.
     pub(crate) stream: bool,
 }
 
-/// Sends a leg and waits for its answer, or for the first bytes of a stream.
+/// Sends a leg and waits for its answer, or for the first bytes of a stream, which are charged.
 pub(crate) async fn run(
     pool: ConnectionPool,
     order: HttpLegRequest,
     limits: HttpLimits,
+    memory: MemoryCharge,
 ) -> LegResult {
     let to = order.to.clone();
-    match exchange(pool, order, limits).await {
+    match exchange(pool, order, limits, memory).await {
         Ok(news) => news,
         Err(ExchangeError::Fault(fault)) => LegResult::Failed(*fault),
         Err(ExchangeError::Why(why)) => LegResult::Failed(LegError::connection(&to, &why)),
@@ -115,13 +138,20 @@ impl From<String> for ExchangeError {
     }
 }
 
+impl From<MemoryRefusal> for ExchangeError {
+    fn from(why: MemoryRefusal) -> ExchangeError {
+        ExchangeError::Fault(Box::new(why.into()))
+    }
+}
+
 async fn exchange(
     pool: ConnectionPool,
     order: HttpLegRequest,
     limits: HttpLimits,
+    mut memory: MemoryCharge,
 ) -> Result<LegResult, ExchangeError> {
-    let HttpLegRequest { to, path, headers, body, stream } = order;
-    let mut request = Request::new(Full::new(body));
+    let HttpLegRequest { to, path, headers, body, stream, inner_id: _ } = order;
+    let mut request = Request::new(body);
     *request.method_mut() = Method::POST;
     *request.uri_mut() = PathAndQuery::from_static(path).into();
     *request.headers_mut() = headers;
@@ -133,8 +163,9 @@ async fn exchange(
         return Err(ExchangeError::Fault(Box::new(refused(&head, body, limits).await?)));
     }
     if !stream {
-        let whole = collect(body, limits.answer_bytes, limits.idle).await?;
-        return Ok(LegResult::Whole(head, whole));
+        let whole = timeout(limits.idle, charged(body, memory)).await;
+        let late = |_| format!("the answer took longer than {:?}", limits.idle);
+        return Ok(LegResult::Whole(head, whole.map_err(late)??));
     }
     let mut first = StreamHead::default();
     while !first.is_whole() {
@@ -143,7 +174,8 @@ async fn exchange(
         match frame {
             Some(frame) => {
                 if let Ok(more) = frame.map_err(|why| chain(&why))?.into_data() {
-                    first.add(more);
+                    memory.add(more.len())?;
+                    first.add(&more);
                 }
             }
             None if first.bytes.is_empty() => {
@@ -154,50 +186,68 @@ async fn exchange(
     }
     match first.error() {
         Some((status, error)) => Err(ExchangeError::Fault(Box::new(fault(status, None, error)))),
-        None => Ok(LegResult::Begun(head, first.bytes, body)),
+        None => {
+            let first = first.bytes.freeze();
+            Ok(LegResult::Begun(head, StreamBeginning { first, body, memory }))
+        }
     }
+}
+
+/// An answer that is not streamed; its bytes are charged before they are kept.
+async fn charged(
+    mut body: PooledBody,
+    mut memory: MemoryCharge,
+) -> Result<ChargedBytes, ExchangeError> {
+    let whole = body.size_hint().exact().and_then(|length| usize::try_from(length).ok());
+    let mut all = ByteCollector::new(whole.unwrap_or(usize::MAX));
+    while let Some(frame) = body.frame().await {
+        if let Ok(more) = frame.map_err(|why| chain(&why))?.into_data() {
+            all.add(more, &mut memory)?;
+        }
+    }
+    Ok(ChargedBytes { bytes: all.finish(), memory })
 }
 
 /// The first bytes of a stream of events, up to the end of the first one that says something:
 /// servers that have begun a stream tell in it what they would have answered instead.
 #[derive(Default)]
 struct StreamHead {
-    bytes: Bytes,
+    bytes: BytesMut,
+    /// Offset of the first byte that is no space.
+    begin: usize,
+    /// Offset of the event that is not whole.
+    event: usize,
+    /// No event ends before this offset.
+    searched: usize,
+    /// Data of the first event that has some.
+    data: Option<Range<usize>>,
 }
 
 /// Longest beginning that is waited for, in bytes; errors are shorter.
 const BEGINNING_MAX: usize = 64 << 10;
 
 impl StreamHead {
-    fn add(&mut self, more: Bytes) {
-        if self.bytes.is_empty() {
-            self.bytes = more;
-        } else {
-            self.bytes = [&self.bytes[..], &more[..]].concat().into();
+    fn add(&mut self, more: &[u8]) {
+        self.bytes.extend_from_slice(more);
+        let spaces = self.bytes[self.begin..].iter().take_while(|it| it.is_ascii_whitespace());
+        self.begin += spaces.count();
+        while self.data.is_none()
+            && let Some(end) = sse::event_end(&self.bytes, self.searched)
+        {
+            let data = sse::data_range(&self.bytes[self.event..end]);
+            self.data = data.map(|data| self.event + data.start..self.event + data.end);
+            (self.event, self.searched) = (end, end);
         }
-    }
-
-    /// The data of the first event that has some, if it is whole.
-    fn data(&self) -> Option<&[u8]> {
-        let mut rest = &self.bytes[..];
-        loop {
-            let lf = memmem::find(rest, b"\n\n").map(|at| at + 2);
-            let crlf = memmem::find(rest, b"\r\n\r\n").map(|at| at + 4);
-            let end = [lf, crlf].into_iter().flatten().min()?;
-            if let Some(data) = sse::data(&rest[..end]) {
-                return Some(data);
-            }
-            rest = &rest[end..];
-        }
+        self.searched = sse::search_from(self.searched, self.bytes.len());
     }
 
     /// True if nothing more is needed to know whether it is an error.
     fn is_whole(&self) -> bool {
-        let begins = self.bytes.trim_ascii_start();
-        let is_events =
-            begins.len() < 5 || begins.starts_with(b"data:") || begins.starts_with(b":");
-        !begins.is_empty()
-            && (!is_events || self.bytes.len() > BEGINNING_MAX || self.data().is_some())
+        let begins = &self.bytes[self.begin..];
+        let fields: [&[u8]; 3] = [b"data:", b":", b"event:"];
+        let is_events = begins.len() < 6 || fields.iter().any(|field| begins.starts_with(field));
+        self.bytes.len() > BEGINNING_MAX
+            || !begins.is_empty() && (!is_events || self.data.is_some())
     }
 
     /// The status and the words of an error.
@@ -211,7 +261,7 @@ impl StreamHead {
         struct ErrorCode {
             code: Option<u16>,
         }
-        let data = self.data()?;
+        let data = &self.bytes[self.data.clone()?];
         memmem::find(data, b"\"error\"")?;
         let ErrorEvent { error } = serde_json::from_slice(data).ok()?;
         let error = error.filter(|error| error.get() != "null")?;
@@ -296,7 +346,7 @@ mod tests {
             if first.is_whole() {
                 break;
             }
-            first.add(Bytes::from_static(part.as_bytes()));
+            first.add(part.as_bytes());
             taken += 1;
         }
         let error = first.error();
@@ -342,7 +392,10 @@ mod tests {
         assert_eq!(begin(&["not json", "more"]), (1, None));
         assert_eq!(begin(&["{\"error\": 1}", "more"]), (1, None));
         let mut first = StreamHead::default();
-        first.add(vec![b':'; BEGINNING_MAX + 1].into());
+        first.add(&vec![b':'; BEGINNING_MAX + 1]);
         assert!(first.is_whole() && first.error().is_none());
+        let mut spaces = StreamHead::default();
+        spaces.add(&vec![b'\n'; BEGINNING_MAX + 1]);
+        assert!(spaces.is_whole() && spaces.error().is_none());
     }
 }

@@ -1,121 +1,211 @@
 //! Makes one answer of the answers to several transfers, and puts into usage what the prefill knows
-//! better.
+//! better. Answers keep their bytes except for what is replaced.
 
-use super::sse::{SseDecoder, data};
+use super::body_chain::{BodyChain, ChainBuilder};
+use super::fields::{FieldEdit, JsonFields, Splices, elements};
+use super::lax;
+use super::memory_budget::{ChargedBytes, MemoryCharge};
+use super::sse::{SseDecoder, data_range};
 use bytes::Bytes;
-use serde_json::{Map, Value};
+use memchr::memmem;
 use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What is known of an answer beside its bytes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PartFacts {
+    /// Prompt tokens that the prefill had cached, if it says so.
+    pub(crate) cached: Option<u64>,
+    /// The leg's request id if it names addresses of instances, which no client is to see.
+    pub(crate) inner_id: Option<Arc<str>>,
+}
 
 /// The answer of one decode leg.
 #[derive(Debug)]
 pub(crate) struct PartAnswer {
-    pub(crate) body: Bytes,
+    pub(crate) body: ChargedBytes,
     /// True for the first sample of its prompt, whose usage counts the prompt.
     pub(crate) counts_prompt: bool,
-    /// Prompt tokens that the prefill had cached, if it says so.
-    pub(crate) cached: Option<u64>,
+    pub(crate) facts: PartFacts,
+}
+
+/// The id of a request as its client sees it, as the inside of a JSON string.
+#[derive(Clone, Debug)]
+pub(crate) struct ShownId(Bytes);
+
+impl ShownId {
+    /// Of a text of any bytes.
+    pub(crate) fn new(id: &[u8]) -> ShownId {
+        let quoted = serde_json::to_string(&String::from_utf8_lossy(id)).expect("texts are JSON");
+        let inside = quoted.len() - 1;
+        ShownId(Bytes::from(quoted).slice(1..inside))
+    }
+
+    /// Puts this id in place of one that names addresses.
+    fn replace(&self, inner: Option<&Arc<str>>, text: &[u8], splices: &mut Splices) {
+        let Some(inner) = inner else { return };
+        for at in memmem::find_iter(text, inner.as_bytes()) {
+            splices.replace(at..at + inner.len(), self.0.clone());
+        }
+    }
 }
 
 /// One answer of all, in the order of their parts.
 ///
 /// # Errors
 /// An answer is no JSON object.
-pub(crate) fn whole(answers: &[PartAnswer]) -> Result<Bytes, String> {
-    if let [answer] = answers {
-        return Ok(single(answer));
-    }
-    let (mut merged, mut usage) = (None, Usage::default());
-    let mut choices = Vec::new();
-    for (part, answer) in answers.iter().enumerate() {
-        let object: Result<Map<String, Value>, _> = serde_json::from_slice(&answer.body);
-        let mut object =
-            object.map_err(|why| format!("a decode instance's answer is no JSON object: {why}"))?;
-        if let Some(told) = object.get_mut("usage") {
-            put_cached(told, answer.cached);
-            usage.add(told, answer.counts_prompt);
-        }
-        if let Some(Value::Array(own)) = object.get_mut("choices") {
-            choices.extend(own.drain(..).map(|choice| renumbered(choice, part)));
-        }
-        merged.get_or_insert(object);
-    }
-    let mut merged = merged.unwrap_or_default();
-    merged.insert("choices".into(), choices.into());
-    // Of one transfer only.
-    merged.remove("kv_transfer_params");
-    if let Some(usage) = usage.total() {
-        merged.insert("usage".into(), usage);
-    }
-    serde_json::to_vec(&merged).map(Bytes::from).map_err(|why| why.to_string())
-}
-
-/// The only answer; if it is no JSON that is the client's business.
-fn single(answer: &PartAnswer) -> Bytes {
-    let edited = || {
-        let mut object: Map<String, Value> = serde_json::from_slice(&answer.body).ok()?;
-        put_cached(object.get_mut("usage")?, answer.cached);
-        serde_json::to_vec(&object).ok()
+pub(crate) fn whole(answers: Vec<PartAnswer>, shown: &ShownId) -> Result<BodyChain, String> {
+    let body = match &answers[..] {
+        [answer] => single(answer, shown),
+        answers => joined(answers, shown)?,
     };
-    let edited = answer.cached.and_then(|_| edited());
-    edited.map_or_else(|| answer.body.clone(), Bytes::from)
+    Ok(body.holding(answers.into_iter().map(|answer| answer.body.memory).collect()))
 }
 
-fn renumbered(mut choice: Value, part: usize) -> Value {
-    if let Some(index) = choice.get_mut("index") {
-        *index = (index.as_u64().unwrap_or(0) + part as u64).into();
+/// The only answer; one that is no JSON object is passed on.
+fn single(answer: &PartAnswer, shown: &ShownId) -> BodyChain {
+    let (text, mut splices) = (&answer.body.bytes, Splices::default());
+    let is_edited = answer.facts.cached.is_some() || memmem::find(text, TRANSFER_KEY).is_some();
+    if is_edited && let Ok(fields) = JsonFields::parse(text.clone()) {
+        edit_facts(&fields, answer.facts.cached, &mut splices);
     }
-    choice
+    shown.replace(answer.facts.inner_id.as_ref(), text, &mut splices);
+    splices.chain(text)
+}
+
+fn joined(answers: &[PartAnswer], shown: &ShownId) -> Result<BodyChain, String> {
+    let (mut first, mut usage, mut choices) = (None, Usage::default(), ChainBuilder::default());
+    let mut is_first_choice = true;
+    for (part, answer) in answers.iter().enumerate() {
+        let text = &answer.body.bytes;
+        let fields = JsonFields::parse(text.clone())
+            .map_err(|why| format!("a decode instance's answer is not a JSON object: {why}"))?;
+        if let Some(told) = fields.object("usage") {
+            usage.add(told, answer.counts_prompt, answer.facts.cached);
+        }
+        let mut splices = Splices::default();
+        shown.replace(answer.facts.inner_id.as_ref(), text, &mut splices);
+        if let Some(own) = fields.range("choices") {
+            let (own, _) = elements(text, own, usize::MAX).unwrap_or_default();
+            for choice in &own {
+                renumber(&fields, choice.clone(), part, &mut splices);
+            }
+            if let (Some(first), Some(last)) = (own.first(), own.last()) {
+                let comma = if std::mem::take(&mut is_first_choice) { "" } else { "," };
+                choices.push(Bytes::from_static(comma.as_bytes()));
+                splices.clone().apply(text, first.start..last.end, &mut choices);
+            }
+        }
+        first.get_or_insert((fields, splices));
+    }
+    let (first, mut splices) = first.ok_or("there is no answer")?;
+    let mut edits = vec![("kv_transfer_params", FieldEdit::Drop)];
+    edits.extend(usage.total().map(|usage| ("usage", FieldEdit::Put(usage))));
+    match first.range("choices") {
+        Some(range) => {
+            splices.clear_within(&range);
+            splices.replace(range.clone(), Bytes::from_static(b"["));
+            for slice in choices.finish().into_slices() {
+                splices.replace(range.end..range.end, slice);
+            }
+            splices.replace(range.end..range.end, Bytes::from_static(b"]"));
+        }
+        None => {
+            let all = [b"[", &choices.finish().to_bytes()[..], b"]"].concat();
+            edits.push(("choices", FieldEdit::Put(all.into())));
+        }
+    }
+    first.edit(&edits, &mut splices);
+    Ok(splices.chain(first.text()))
+}
+
+const TRANSFER_KEY: &[u8] = b"\"kv_transfer_params\"";
+
+/// Puts the facts into an answer, and removes what is of use to engines alone.
+fn edit_facts(fields: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
+    if let Some(usage) = fields.object("usage") {
+        put_cached(&usage, cached, splices);
+    }
+    // The event that ends a stream of /v1/responses has the answer within.
+    for object in [Some(fields), fields.object("response").as_ref()].into_iter().flatten() {
+        if object.range("kv_transfer_params").is_some() {
+            object.edit(&[("kv_transfer_params", FieldEdit::Drop)], splices);
+        }
+    }
+}
+
+/// Adds the number of a part to the index of a choice.
+fn renumber(fields: &JsonFields, choice: Range<usize>, part: usize, splices: &mut Splices) {
+    let Ok(choice) = JsonFields::within(fields.text().clone(), choice) else { return };
+    let index = choice.get("index").and_then(lax::integer).and_then(|it| u64::try_from(it).ok());
+    let index = index.unwrap_or(0).saturating_add(part as u64).to_string();
+    choice.edit(&[("index", FieldEdit::Replace(index.into()))], splices);
+}
+
+/// The `cached_tokens` of a usage, with the object that has them.
+fn cached_tokens(usage: &JsonFields) -> Option<(JsonFields, u64)> {
+    let details = usage.object("prompt_tokens_details")?;
+    let cached = lax::integer(details.get("cached_tokens")?)?;
+    Some((details, u64::try_from(cached).ok()?))
 }
 
 /// The prefill's count replaces the decode's, for which all of the prompt is cached.
-fn put_cached(usage: &mut Value, cached: Option<u64>) {
-    let told = usage.get_mut("prompt_tokens_details").and_then(|it| it.get_mut("cached_tokens"));
-    if let (Some(told), Some(cached)) = (told, cached)
-        && !told.is_null()
-    {
-        *told = cached.into();
+fn put_cached(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
+    if let (Some((details, _)), Some(cached)) = (cached_tokens(usage), cached) {
+        let cached = FieldEdit::Replace(cached.to_string().into());
+        details.edit(&[("cached_tokens", cached)], splices);
     }
 }
 
 /// The `cached_tokens` of a prefill's answer.
-pub(crate) fn cached(body: &[u8]) -> Option<u64> {
+pub(crate) fn cached(body: &Bytes) -> Option<u64> {
     // Most answers say nothing of it.
-    memchr::memmem::find(body, b"cached_tokens")?;
-    let object: Value = serde_json::from_slice(body).ok()?;
-    object["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64()
+    memmem::find(body, b"cached_tokens")?;
+    let usage = JsonFields::parse(body.clone()).ok()?.object("usage")?;
+    cached_tokens(&usage).map(|(_, cached)| cached)
 }
 
 /// Usage of several transfers.
 #[derive(Debug, Default)]
 struct Usage {
-    first: Option<Value>,
+    first: Option<JsonFields>,
     prompt: u64,
     completion: u64,
     cached: Option<u64>,
 }
 
 impl Usage {
-    fn add(&mut self, told: &Value, counts_prompt: bool) {
-        let count = |key: &str| told[key].as_u64().unwrap_or(0);
-        self.completion += count("completion_tokens");
+    /// Adds the usage of a part; the prefill's `cached` counts in place of the decode's.
+    fn add(&mut self, told: JsonFields, counts_prompt: bool, cached: Option<u64>) {
+        let count = |key: &str| {
+            let count = told.get(key).and_then(lax::integer);
+            count.and_then(|count| u64::try_from(count).ok()).unwrap_or(0)
+        };
+        self.completion = self.completion.saturating_add(count("completion_tokens"));
         if counts_prompt {
-            self.prompt += count("prompt_tokens");
-            if let Some(cached) = told["prompt_tokens_details"]["cached_tokens"].as_u64() {
-                *self.cached.get_or_insert(0) += cached;
+            self.prompt = self.prompt.saturating_add(count("prompt_tokens"));
+            if let Some((_, own)) = cached_tokens(&told) {
+                let sum = self.cached.get_or_insert(0);
+                *sum = sum.saturating_add(cached.unwrap_or(own));
             }
         }
-        if self.first.is_none() && told.is_object() {
-            self.first = Some(told.clone());
-        }
+        self.first.get_or_insert(told);
     }
 
-    fn total(self) -> Option<Value> {
-        let mut usage = self.first?;
-        usage["prompt_tokens"] = self.prompt.into();
-        usage["completion_tokens"] = self.completion.into();
-        usage["total_tokens"] = (self.prompt + self.completion).into();
-        put_cached(&mut usage, self.cached);
-        Some(usage)
+    /// The first usage with the sums of all.
+    fn total(self) -> Option<Bytes> {
+        let first = self.first?;
+        let mut splices = Splices::default();
+        put_cached(&first, self.cached, &mut splices);
+        let put = |count: u64| FieldEdit::Put(count.to_string().into());
+        let edits = [
+            ("prompt_tokens", put(self.prompt)),
+            ("completion_tokens", put(self.completion)),
+            ("total_tokens", put(self.prompt.saturating_add(self.completion))),
+        ];
+        first.edit(&edits, &mut splices);
+        Some(first.spliced(splices))
     }
 }
 
@@ -123,43 +213,53 @@ impl Usage {
 #[derive(Debug)]
 pub(crate) struct StreamMerger {
     parts: Vec<PartStream>,
+    shown: ShownId,
     /// `id` and `created` of the first event.
-    name: Option<(Value, Value)>,
+    name: Option<[Bytes; 2]>,
     usage: Usage,
     /// The event that carries usage alone; what it says is replaced.
-    last: Option<Map<String, Value>>,
+    last: Option<Bytes>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct PartStream {
     events: SseDecoder,
     counts_prompt: bool,
-    cached: Option<u64>,
+    facts: PartFacts,
 }
 
 impl StreamMerger {
-    /// A merger of streams; for each whether it counts its prompt.
-    pub(crate) fn new(counts_prompt: impl Iterator<Item = bool>) -> StreamMerger {
-        let part = |counts_prompt| PartStream { counts_prompt, ..PartStream::default() };
-        let parts = counts_prompt.map(part).collect();
-        StreamMerger { parts, name: None, usage: Usage::default(), last: None }
+    /// A merger of one stream for each part, which is told whether its usage counts the prompt. Events
+    /// that are not whole are charged as `memory` is.
+    pub(crate) fn new(
+        parts: impl Iterator<Item = bool>,
+        shown: ShownId,
+        memory: &MemoryCharge,
+    ) -> StreamMerger {
+        let parts = parts.map(|counts_prompt| PartStream {
+            events: SseDecoder::new(memory.another()),
+            counts_prompt,
+            facts: PartFacts::default(),
+        });
+        let parts = parts.collect();
+        StreamMerger { parts, shown, name: None, usage: Usage::default(), last: None }
     }
 
-    /// What the prefill of a part had cached.
-    pub(crate) fn cached(&mut self, part: usize, cached: Option<u64>) {
-        self.parts[part].cached = cached;
+    /// The facts of a part whose stream begins.
+    pub(crate) fn begin(&mut self, part: usize, facts: PartFacts) {
+        self.parts[part].facts = facts;
     }
 
-    /// Takes bytes of a part's stream in; events go to `out`.
+    /// Takes bytes of a part in, and adds what goes to the client to `out`.
     ///
     /// # Errors
-    /// An event is too long.
+    /// An event is too long, or there is no memory for it.
     pub(crate) fn feed(
         &mut self,
         part: usize,
-        bytes: &[u8],
+        bytes: Bytes,
         out: &mut VecDeque<Bytes>,
-    ) -> Result<(), &'static str> {
+    ) -> Result<(), String> {
         self.parts[part].events.feed(bytes)?;
         while let Some(event) = self.parts[part].events.next() {
             self.event(part, event, out);
@@ -168,72 +268,100 @@ impl StreamMerger {
     }
 
     fn event(&mut self, part: usize, event: Bytes, out: &mut VecDeque<Bytes>) {
-        let Some(data) = data(&event) else { return out.push_back(event) };
-        if data == b"[DONE]" {
+        let (PartStream { facts, .. }, is_split) = (&self.parts[part], self.parts.len() > 1);
+        let mut splices = Splices::default();
+        self.shown.replace(facts.inner_id.as_ref(), &event, &mut splices);
+        let data = data_range(&event);
+        if is_split && data.clone().is_some_and(|data| &event[data] == b"[DONE]") {
             return;
         }
-        let Ok(Value::Object(mut object)) = serde_json::from_slice(data) else {
-            return out.push_back(event);
-        };
-        let PartStream { counts_prompt, cached, .. } = self.parts[part];
-        if let Some(usage) = object.get_mut("usage") {
-            put_cached(usage, cached);
-        }
-        if self.parts.len() > 1 {
-            self.rename(&mut object);
-            let alone = matches!(object.get("choices"), Some(Value::Array(own)) if own.is_empty());
-            if let (true, Some(usage)) = (alone, object.get("usage").filter(|it| it.is_object())) {
-                self.usage.add(usage, counts_prompt);
-                self.last.get_or_insert(object);
+        let is_edited = is_split
+            || facts.cached.is_some() && memmem::find(&event, b"\"usage\"").is_some()
+            || memmem::find(&event, TRANSFER_KEY).is_some();
+        let fields = data.filter(|_| is_edited);
+        let fields = fields.and_then(|data| JsonFields::within(event.clone(), data).ok());
+        if let Some(fields) = &fields {
+            edit_facts(fields, facts.cached, &mut splices);
+            if is_split && self.is_merged(part, fields, &mut splices) {
                 return;
             }
-            if let Some(Value::Array(own)) = object.get_mut("choices") {
-                own.iter_mut().for_each(|choice| *choice = renumbered(choice.take(), part));
-            }
         }
-        out.push_back(written(&object));
+        out.push_back(splices.chain(&event).to_bytes());
     }
 
-    fn rename(&mut self, object: &mut Map<String, Value>) {
-        let get = |key: &str| object.get(key).cloned().unwrap_or(Value::Null);
-        let (id, created) = self.name.get_or_insert_with(|| (get("id"), get("created")));
-        for (key, value) in [("id", id), ("created", created)] {
-            if object.contains_key(key) {
-                object.insert(key.into(), value.clone());
-            }
+    /// Makes an event one of the merged stream; true if it is kept for its end.
+    fn is_merged(&mut self, part: usize, fields: &JsonFields, splices: &mut Splices) -> bool {
+        let value = |key: &str| {
+            let mut value = ChainBuilder::default();
+            let range = fields.range(key).unwrap_or_default();
+            splices.clone().apply(fields.text(), range, &mut value);
+            value.finish().to_bytes()
+        };
+        let name = self.name.get_or_insert_with(|| [value("id"), value("created")]);
+        let [id, created] = name.clone().map(|value| match value.is_empty() {
+            true => FieldEdit::Replace(Bytes::from_static(b"null")),
+            false => FieldEdit::Replace(value),
+        });
+        fields.edit(&[("id", id), ("created", created)], splices);
+        let choices = fields.range("choices");
+        let choices = choices.and_then(|own| elements(fields.text(), own, usize::MAX).ok());
+        if let (Some((choices, _)), Some(usage)) = (&choices, fields.object("usage"))
+            && choices.is_empty()
+        {
+            let PartStream { counts_prompt, facts, .. } = &self.parts[part];
+            self.usage.add(usage, *counts_prompt, facts.cached);
+            let event = splices.clone().chain(fields.text()).to_bytes();
+            self.last.get_or_insert(event);
+            return true;
         }
+        for choice in choices.map(|(choices, _)| choices).unwrap_or_default() {
+            renumber(fields, choice, part, splices);
+        }
+        false
     }
 
     /// A part's stream has ended.
     pub(crate) fn part_ended(&mut self, part: usize, out: &mut VecDeque<Bytes>) {
-        out.extend(self.parts[part].events.rest());
-    }
-
-    pub(crate) fn finish(&mut self, out: &mut VecDeque<Bytes>) {
-        if let Some(mut last) = self.last.take()
-            && let Some(usage) = std::mem::take(&mut self.usage).total()
-        {
-            last.insert("usage".into(), usage);
-            out.push_back(written(&last));
+        if let Some(rest) = self.parts[part].events.rest() {
+            self.event(part, rest, out);
         }
-        out.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
     }
-}
 
-fn written(object: &Map<String, Value>) -> Bytes {
-    let mut event = b"data: ".to_vec();
-    serde_json::to_writer(&mut event, object).expect("a Vec takes every value");
-    event.extend_from_slice(b"\n\n");
-    event.into()
+    /// Ends the stream: that of several parts with their usage and the last event.
+    pub(crate) fn finish(&mut self, out: &mut VecDeque<Bytes>) {
+        if let Some(last) = self.last.take()
+            && let Some(usage) = std::mem::take(&mut self.usage).total()
+            && let Some(data) = data_range(&last)
+            && let Ok(fields) = JsonFields::within(last.clone(), data)
+        {
+            let mut splices = Splices::default();
+            fields.edit(&[("usage", FieldEdit::Put(usage))], &mut splices);
+            out.push_back(splices.chain(&last).to_bytes());
+        }
+        if self.parts.len() > 1 {
+            out.push_back(Bytes::from_static(b"data: [DONE]\n\n"));
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use crate::router::memory_budget::unbounded;
+    use serde_json::{Value, json};
 
-    fn answer(body: Value, counts_prompt: bool, cached: Option<u64>) -> PartAnswer {
-        PartAnswer { body: body.to_string().into(), counts_prompt, cached }
+    fn answer(body: impl ToString, counts_prompt: bool, cached: Option<u64>) -> PartAnswer {
+        let body = ChargedBytes { bytes: body.to_string().into(), memory: unbounded() };
+        PartAnswer { body, counts_prompt, facts: PartFacts { cached, inner_id: None } }
+    }
+
+    fn shown() -> ShownId {
+        ShownId::new(b"shown \"1\"")
+    }
+
+    fn merged(answers: Vec<PartAnswer>) -> Result<String, String> {
+        let bytes = whole(answers, &shown())?.to_bytes();
+        Ok(String::from_utf8(bytes.to_vec()).expect("text"))
     }
 
     fn decode(text: &str, cached: u64) -> Value {
@@ -246,28 +374,75 @@ mod tests {
     }
 
     #[test]
-    fn one_answer_stays_as_it_is_but_for_what_the_prefill_had_cached() {
-        let body = decode("a", 3);
-        let same = whole(&[answer(body.clone(), true, None)]).unwrap();
-        assert_eq!(same, body.to_string());
-        let merged: Value =
-            serde_json::from_slice(&whole(&[answer(body, true, Some(1))]).unwrap()).unwrap();
-        assert_eq!(merged["usage"]["prompt_tokens_details"]["cached_tokens"], 1);
-        assert_eq!(merged["kv_transfer_params"]["x"], 1);
-        let text = PartAnswer { body: "not json".into(), counts_prompt: true, cached: Some(1) };
-        assert_eq!(whole(&[text]).unwrap(), "not json");
+    fn one_answer_keeps_its_bytes_except_for_what_the_router_knows_better() {
+        let body = r#"{ "z": -1.0468965599587365, "a": 123456789012345678901234567890,
+            "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 3}}, "b": 1e-7,
+            "kv_transfer_params": null}"#;
+        assert_eq!(merged(vec![answer(body, true, None)]).unwrap(), body);
+        let edited = body.replace("\"cached_tokens\": 3", "\"cached_tokens\": 1");
+        assert_eq!(merged(vec![answer(body, true, Some(1))]).unwrap(), edited);
+        let text = "not json";
+        assert_eq!(merged(vec![answer(text, true, Some(1))]).unwrap(), text);
+    }
+
+    #[test]
+    fn addresses_of_instances_are_not_in_answers() {
+        let inner: Arc<str> = "___prefill_addr_10.0.0.1:1___decode_addr_10.0.0.2:2_f".into();
+        let one = || {
+            let body = format!(
+                r#"{{"id":"cmpl-{inner}","x":[{{"id":"{inner}-0"}}],"kv_transfer_params":{{"h":"10.0.0.1","i":"{inner}"}}}}"#
+            );
+            let mut answer = answer(body, true, None);
+            answer.facts.inner_id = Some(inner.clone());
+            answer
+        };
+        let shown = r#"{"id":"cmpl-shown \"1\"","x":[{"id":"shown \"1\"-0"}]}"#;
+        assert_eq!(merged(vec![one()]).unwrap(), shown);
+        let several = merged(vec![one(), one()]).unwrap();
+        assert!(!several.contains("10.0.0"), "{several}");
+        let _: Value = serde_json::from_str(&several).unwrap();
+
+        let facts = PartFacts { cached: None, inner_id: Some(inner.clone()) };
+        let mut merger = StreamMerger::new([true].into_iter(), self::shown(), &unbounded());
+        merger.begin(0, facts);
+        let stream = format!(
+            "data: {{\"id\":\"cmpl-{inner}\"}}\n\nevent: response.completed\ndata: \
+            {{\"response\":{{\"id\":\"{inner}\",\"kv_transfer_params\":{{\"h\":1}}}}}}\n\ndata: [DONE]\n\n"
+        );
+        for cut in 1..stream.len() {
+            let mut out = VecDeque::new();
+            for part in stream.as_bytes().chunks(cut) {
+                merger.feed(0, Bytes::copy_from_slice(part), &mut out).unwrap();
+            }
+            let seen: Vec<u8> = out.into_iter().flatten().collect();
+            let expected = "data: {\"id\":\"cmpl-shown \\\"1\\\"\"}\n\nevent: response.completed\ndata: \
+                {\"response\":{\"id\":\"shown \\\"1\\\"\"}}\n\ndata: [DONE]\n\n";
+            assert_eq!(String::from_utf8(seen).unwrap(), expected);
+        }
+    }
+
+    #[test]
+    fn choices_keep_their_bytes_except_for_their_numbers() {
+        let one =
+            r#"{"z":0.10,"choices":[ {"text":"a","index": 0, "p":-0.30000000000000004} ],"a":1E5}"#;
+        let two = r#"{"choices":[{"index":0,"text":"b"},{"index":1}]}"#;
+        let both = merged(vec![answer(one, true, None), answer(two, false, None)]).unwrap();
+        let expected = r#"{"z":0.10,"choices":[{"text":"a","index": 0, "p":-0.30000000000000004},{"index":1,"text":"b"},{"index":2}],"a":1E5}"#;
+        assert_eq!(both, expected);
+        let none = merged(vec![answer("{}", true, None), answer(two, false, None)]).unwrap();
+        assert_eq!(none, r#"{"choices":[{"index":1,"text":"b"},{"index":2}]}"#);
     }
 
     #[test]
     fn answers_are_numbered_and_their_usage_summed() {
-        let answers = [
+        let answers = vec![
             answer(decode("a", 3), true, Some(1)),
             answer(decode("b", 3), false, Some(3)),
             answer(decode("c", 3), true, None),
         ];
-        let merged: Value = serde_json::from_slice(&whole(&answers).unwrap()).unwrap();
-        assert_eq!(merged["id"], "id-a");
-        let choices: Vec<_> = merged["choices"]
+        let all: Value = serde_json::from_str(&merged(answers).unwrap()).unwrap();
+        assert_eq!(all["id"], "id-a");
+        let choices: Vec<_> = all["choices"]
             .as_array()
             .unwrap()
             .iter()
@@ -278,18 +453,17 @@ mod tests {
             [(&json!(0), &json!("a")), (&json!(1), &json!("b")), (&json!(2), &json!("c"))]
         );
         assert_eq!(
-            merged["usage"],
+            all["usage"],
             json!({"prompt_tokens": 6, "completion_tokens": 6,
             "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 4}})
         );
-        assert!(merged.get("kv_transfer_params").is_none());
-        let bad = PartAnswer { body: "x".into(), counts_prompt: true, cached: None };
-        assert!(whole(&[answer(decode("a", 0), true, None), bad]).is_err());
+        assert!(all.get("kv_transfer_params").is_none());
+        assert!(merged(vec![answer(decode("a", 0), true, None), answer("x", true, None)]).is_err());
     }
 
     #[test]
     fn streams_become_one() {
-        let mut merger = StreamMerger::new([true, false].into_iter());
+        let mut merger = StreamMerger::new([true, false].into_iter(), shown(), &unbounded());
         let mut out = VecDeque::new();
         let chunk = |id: &str, text: &str| {
             format!("data: {}\n\n", json!({"id": id, "choices": [{"index": 0, "text": text}]}))
@@ -301,17 +475,17 @@ mod tests {
                 "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}})
             )
         };
-        merger.feed(1, chunk("b", "b0").as_bytes(), &mut out).unwrap();
-        merger.feed(0, chunk("a", "a0").as_bytes(), &mut out).unwrap();
-        merger.feed(0, usage("a").as_bytes(), &mut out).unwrap();
+        merger.feed(1, chunk("b", "b0").into(), &mut out).unwrap();
+        merger.feed(0, chunk("a", "a0").into(), &mut out).unwrap();
+        merger.feed(0, usage("a").into(), &mut out).unwrap();
         merger.part_ended(0, &mut out);
-        merger.feed(1, usage("b").as_bytes(), &mut out).unwrap();
+        merger.feed(1, usage("b").into(), &mut out).unwrap();
         merger.part_ended(1, &mut out);
         merger.finish(&mut out);
         let events: Vec<Value> = out
             .iter()
             .take(3)
-            .map(|event| serde_json::from_slice(data(event).unwrap()).unwrap())
+            .map(|event| serde_json::from_slice(&event[data_range(event).unwrap()]).unwrap())
             .collect();
         assert_eq!(out.len(), 4);
         assert_eq!(&out[3][..], b"data: [DONE]\n\n");

@@ -84,8 +84,8 @@ pub(crate) struct RouterMetrics {
     pub(crate) legs: Family<LegLabels, Counter>,
     pub(crate) in_flight: Gauge,
     pub(crate) clients: ClientMeters,
-    /// Bodies that found no memory.
-    pub(crate) bodies_refused: Counter,
+    /// Parts of requests and answers that there was no memory for.
+    pub(crate) memory_refused: Counter,
     /// Seconds from a request to the begin of its answer.
     pub(crate) first_byte: Histogram,
     /// Times of each instance.
@@ -132,7 +132,7 @@ impl RouterMetrics {
             legs: Family::default(),
             in_flight: Gauge::default(),
             clients: ClientMeters::default(),
-            bodies_refused: Counter::default(),
+            memory_refused: Counter::default(),
             first_byte: Histogram::new(buckets),
             loads: Family::default(),
             ready: Gauge::default(),
@@ -154,8 +154,8 @@ impl RouterMetrics {
         registry.register("connections_refused", about, clients.refused.clone());
         let about = "Connections of clients that failed in the TLS handshake";
         registry.register("handshakes_failed", about, clients.handshakes_failed.clone());
-        let about = "Requests that were refused because bodies take too much memory";
-        registry.register("bodies_refused", about, all.bodies_refused.clone());
+        let about = "Parts of requests and answers that there was no memory for";
+        registry.register("memory_refused", about, all.memory_refused.clone());
         let about = "From a request to the begin of its answer";
         registry.register("first_byte_seconds", about, all.first_byte.clone());
         let about = "Whether a prefill and a decode can serve together now, as /readiness says";

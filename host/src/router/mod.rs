@@ -9,15 +9,19 @@ mod admin;
 mod api;
 mod args;
 mod body;
-mod body_budget;
+mod body_chain;
 mod connections;
+mod encoding;
 mod error;
 mod fields;
 mod handler;
 mod http_adapter;
 mod instance_times;
+mod json_scan;
+mod lax;
 mod leg;
 mod load;
+mod memory_budget;
 mod merge;
 mod metrics;
 mod model_lists;
@@ -38,11 +42,11 @@ pub(crate) use pool::chain;
 use self::admin::Admin;
 use self::api::APIS;
 use self::args::{HttpSettings, ShutdownTimes};
-use self::body_budget::BodyBudget;
 use self::connections::ConnectionTable;
 use self::error::HttpError;
 use self::handler::RequestHandler;
 use self::http_adapter::{HttpAdapter, MAILBOX, ReleaseInstances, RouterAddr};
+use self::memory_budget::MemoryBudget;
 use self::metrics::{ClientMeters, RouterMetrics};
 use self::pool::ConnectionPool;
 use self::server::ServedListener;
@@ -209,7 +213,7 @@ async fn run(
         metrics: metrics.clone(),
         tracer: parts.tracer,
         next_client,
-        bodies: BodyBudget::new(args.bodies_max),
+        memory: MemoryBudget::new(args.memory_max, metrics.memory_refused.clone()),
         is_draining: AtomicBool::default(),
     });
     let statics = statics.start(core.clone(), expiry);

@@ -9,6 +9,7 @@
 use super::fields::{FieldEdit, JsonFields};
 use crate::instance::SealedLeg;
 use crate::spans::{PARENT_KEY, traceparent};
+use bytes::Bytes;
 use kvferry_engine::core::dialect::moriio::address::embed;
 use kvferry_engine::core::message::Mode;
 use kvferry_engine::core::router::{InstancePair, LegBody, PairMember};
@@ -16,6 +17,7 @@ use kvferry_trust::FleetProof;
 use opentelemetry::trace::SpanContext;
 use serde::Serialize;
 use std::io::Write;
+use std::sync::Arc;
 
 /// What both legs of one transfer are called by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,13 +58,12 @@ pub(crate) fn write(
     pair: &InstancePair,
     unique: TransferUid,
     proof: &FleetProof,
-) -> Result<Option<String>, String> {
+) -> Result<Option<Bytes>, String> {
     let native = pair.is_native();
     match body {
         LegBody::Prefill { .. } if pair.is_static() => Ok(Some(TO_STATIC_PREFILL.into())),
         LegBody::Decode { params: Some(answer), .. } if pair.is_static() => {
-            JsonFields::parse(answer.as_bytes().to_vec().into())?;
-            Ok(Some(answer.as_ref().into()))
+            fields_of(answer).map(|fields| Some(fields.text().clone()))
         }
         LegBody::Prefill { transfer, .. } => {
             let native = native.then(|| json(transfer));
@@ -82,16 +83,40 @@ pub(crate) fn write(
     }
 }
 
+/// Longest `kv_transfer_params` of a prefill's answer, in bytes.
+pub(crate) const PARAMS_MAX: usize = 4 << 20;
+
+/// The `kv_transfer_params` of a prefill's answer, if it has some.
+///
+/// # Errors
+/// An answer that is not a JSON object, or has too long ones.
+pub(crate) fn answered(body: Bytes) -> Result<Option<Arc<str>>, String> {
+    let fields = JsonFields::parse(body);
+    let fields = fields.map_err(|why| format!("its answer is not a JSON object: {why}"))?;
+    let Some(params) = fields.get("kv_transfer_params") else { return Ok(None) };
+    if params.len() > PARAMS_MAX {
+        let length = params.len();
+        return Err(format!("its kv_transfer_params of {length} bytes exceed {PARAMS_MAX}"));
+    }
+    let params = std::str::from_utf8(params);
+    params.map(|params| Some(params.into())).map_err(|why| format!("kv_transfer_params: {why}"))
+}
+
+/// The fields of what a prefill answered as `kv_transfer_params`.
+fn fields_of(answer: &str) -> Result<JsonFields, String> {
+    let fields = JsonFields::parse(Bytes::copy_from_slice(answer.as_bytes()));
+    fields.map_err(|why| format!("a prefill's kv_transfer_params: {why}"))
+}
+
 /// The object with the span that the transfer is part of, for hosts: vLLM's servers tell their
 /// connectors no headers.
 ///
 /// # Errors
 /// What is no object.
-pub(crate) fn with_span(params: String, span: &SpanContext) -> Result<String, String> {
-    let mut out = Vec::with_capacity(params.len() + 80);
+pub(crate) fn with_span(params: Bytes, span: &SpanContext) -> Result<Bytes, String> {
+    let fields = JsonFields::parse(params).map_err(|why| why.to_string())?;
     let parent = format!("\"{}\"", traceparent(span));
-    JsonFields::parse(params.into())?.write(&[(PARENT_KEY, FieldEdit::Put(&parent))], &mut out);
-    String::from_utf8(out).map_err(|why| why.to_string())
+    Ok(fields.edited(&[(PARENT_KEY, FieldEdit::Put(parent.into()))]))
 }
 
 /// A prefill leg that names nobody, as vLLM's NixlConnector takes it: what it answers is the leg of
@@ -103,7 +128,7 @@ fn json(leg: &impl Serialize) -> String {
     serde_json::to_string(leg).expect("legs are texts and numbers")
 }
 
-fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<String>) -> String {
+fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<String>) -> Bytes {
     let mut out = Vec::with_capacity(320);
     let (dp_rank, dp_size) = peer.told_dp();
     // Writing to a Vec does not fail.
@@ -126,21 +151,20 @@ fn leg(peer: &PairMember, to_prefill: bool, unique: TransferUid, native: Option<
         let _ = write!(out, ",\"kvferry\":{native}");
     }
     out.push(b'}');
-    String::from_utf8(out).expect("made of texts")
+    out.into()
 }
 
 /// A decode leg that reads: the prefill's answer, with what the registration knows better.
-fn read(answer: &str, prefill: &PairMember) -> Result<String, String> {
-    let fields = JsonFields::parse(answer.to_owned().into())?;
+fn read(answer: &str, prefill: &PairMember) -> Result<Bytes, String> {
+    let fields = fields_of(answer)?;
     let (dp_rank, dp_size) = prefill.told_dp();
-    let [dp_size, tp, rank] = [dp_size, prefill.tp, dp_rank].map(|number| number.to_string());
+    let [dp_size, tp, rank] =
+        [dp_size, prefill.tp, dp_rank].map(|number| Bytes::from(number.to_string()));
     let edits = [
-        ("remote_dp_size", FieldEdit::Put(&dp_size)),
-        ("remote_tp_size", FieldEdit::Put(&tp)),
-        ("remote_dp_rank", FieldEdit::Default(&rank)),
-        ("remote_dp_rank_override", FieldEdit::Default("true")),
+        ("remote_dp_size", FieldEdit::Put(dp_size)),
+        ("remote_tp_size", FieldEdit::Put(tp)),
+        ("remote_dp_rank", FieldEdit::Default(rank)),
+        ("remote_dp_rank_override", FieldEdit::Default(Bytes::from_static(b"true"))),
     ];
-    let mut out = Vec::with_capacity(answer.len() + 64);
-    fields.write(&edits, &mut out);
-    String::from_utf8(out).map_err(|why| why.to_string())
+    Ok(fields.edited(&edits))
 }

@@ -1,10 +1,10 @@
 //! Connections to instances. A request drives its own, without a task beside it; between requests
 //! they wait here.
 
+use super::body_chain::BodyChain;
 use crate::process::lock;
 use crate::tls::{LegAuthorities, SPEAK_TLS};
 use bytes::Bytes;
-use http_body_util::Full;
 use hyper::body::{Body, Frame, Incoming, SizeHint};
 use hyper::client::conn::http1::{Builder, Connection, SendRequest};
 use hyper::header::{HOST, HeaderValue};
@@ -55,8 +55,8 @@ struct IdleConnections {
 type LegStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
 
 struct PooledConnection {
-    sender: SendRequest<Full<Bytes>>,
-    connection: Connection<TokioIo<LegStream>, Full<Bytes>>,
+    sender: SendRequest<BodyChain>,
+    connection: Connection<TokioIo<LegStream>, BodyChain>,
     ended: bool,
 }
 
@@ -90,11 +90,12 @@ impl ConnectionPool {
     ///
     /// # Errors
     /// No connection, or it ended before the answer.
-    pub(crate) async fn send(
+    pub(crate) async fn send<B: Into<BodyChain>>(
         &self,
         to: &Endpoint,
-        mut request: Request<Full<Bytes>>,
+        request: Request<B>,
     ) -> Result<Response<PooledBody>, String> {
+        let mut request = request.map(Into::into);
         let host = HeaderValue::from_str(&to.0).map_err(|why| format!("{to}: {why}"))?;
         request.headers_mut().insert(HOST, host);
         loop {
@@ -295,7 +296,7 @@ mod tests {
         actix::System::new().block_on(async {
             let pool = ConnectionPool::new(Duration::from_secs(5), None);
             for left in [1, 0, 1, 0] {
-                let answer = pool.send(&to, Request::default()).await.expect("it answers");
+                let answer = pool.send(&to, Request::<Bytes>::default()).await.expect("it answers");
                 let body = answer.into_body().collect().await.expect("all of it").to_bytes();
                 assert_eq!(body, "ok");
                 let free = poll_fn(|context| Poll::Ready(pool.take(&to, context))).await;

@@ -21,7 +21,7 @@ use tokio::time::timeout;
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Longest list of models that is read, in bytes.
-const MODELS_BYTES: usize = 1 << 20;
+pub(super) const MODELS_BYTES: usize = 1 << 20;
 
 /// What is wanted of an instance.
 pub(crate) struct ProbeOrder {

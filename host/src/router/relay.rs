@@ -1,5 +1,6 @@
 //! The stream of one decode leg on its way to the client.
 
+use super::memory_budget::MemoryCharge;
 use super::pool::PooledBody;
 use super::pool::chain;
 use super::sse::{self, SseDecoder};
@@ -18,7 +19,7 @@ use tokio::time::{Instant, Sleep, sleep};
 pub(crate) type StreamEnd = Result<(), String>;
 
 /// Looks for what an instance tells of its leg in the stream.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct FailureScanner {
     events: SseDecoder,
     /// Bytes of an event that is not whole are in `events`.
@@ -27,7 +28,11 @@ struct FailureScanner {
 }
 
 impl FailureScanner {
-    fn scan(&mut self, bytes: &[u8]) {
+    fn new(memory: MemoryCharge) -> FailureScanner {
+        FailureScanner { events: SseDecoder::new(memory), is_inside: false, heard: None }
+    }
+
+    fn scan(&mut self, bytes: &Bytes) {
         let ends = bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n");
         if !self.is_inside && ends {
             // Whole events, as nearly always: nothing is copied, and nearly nothing looked at.
@@ -37,7 +42,7 @@ impl FailureScanner {
         }
         self.is_inside = !ends;
         // An event too long to be looked into has nothing of ours.
-        if self.events.feed(bytes).is_ok() {
+        if self.events.feed(bytes.clone()).is_ok() {
             while let Some(event) = self.events.next() {
                 let heard = sse::data(&event).and_then(find_failure);
                 self.heard = self.heard.take().or(heard);
@@ -75,14 +80,14 @@ where
     /// bytes are kept; `report` hears of its end unless the stream is dropped,
     /// and of what the instance told in it, if it is one that `tells`.
     pub(crate) fn new(
-        (first, body): (Bytes, B),
+        (first, body, memory): (Bytes, B, MemoryCharge),
         (idle, between): (Duration, Histogram),
         cut: oneshot::Receiver<()>,
         tells: bool,
         report: impl FnOnce(StreamEnd, Option<ReportedFailure>) + Send + 'static,
     ) -> StreamRelay<B> {
         let (silence, report) = (Box::pin(sleep(idle)), Some(Box::new(report) as EndCallback));
-        let mut ear = tells.then(FailureScanner::default);
+        let mut ear = tells.then(|| FailureScanner::new(memory));
         if let Some(ear) = &mut ear {
             ear.scan(&first);
         }
@@ -137,6 +142,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::router::memory_budget::unbounded;
     use hyper::body::Frame;
     use std::convert::Infallible;
     use std::future::poll_fn;
@@ -174,7 +180,13 @@ mod tests {
         let report = move |end, _| tell.send(end).expect("the test listens");
         let first = Bytes::from_static(b"first");
         let between = Histogram::new([1.0]);
-        let relay = StreamRelay::new((first, Fed(fed)), (IDLE, between), is_cut, false, report);
+        let relay = StreamRelay::new(
+            (first, Fed(fed), unbounded()),
+            (IDLE, between),
+            is_cut,
+            false,
+            report,
+        );
         RelayFixture { relay, tokens, cut: Some(cut), told }
     }
 
@@ -214,12 +226,12 @@ mod tests {
         let told = r#"data: {"kvferry":{"failed":{"why":"w","failure":"PeerSilent"}}}"#;
         let stream = format!("data: {{\"a\":\"\\\"failed\\\"\"}}\n\n{told}\n\ndata: [DONE]\n\n");
         for cut in 1..stream.len() {
-            let mut ear = FailureScanner::default();
-            stream.as_bytes().chunks(cut).for_each(|part| ear.scan(part));
+            let mut ear = FailureScanner::new(unbounded());
+            stream.as_bytes().chunks(cut).for_each(|part| ear.scan(&Bytes::copy_from_slice(part)));
             assert_eq!(ear.heard.map(|heard| heard.why).as_deref(), Some("w"), "{cut}");
         }
-        let mut ear = FailureScanner::default();
-        ear.scan(b"data: {}\n\n");
+        let mut ear = FailureScanner::new(unbounded());
+        ear.scan(&Bytes::from_static(b"data: {}\n\n"));
         assert!(!ear.is_inside && ear.heard.is_none());
     }
 

@@ -1,18 +1,20 @@
 //! A request of a client, and the requests of its legs.
 
 use super::api::GenerationRequest;
-use super::body_budget::BodyBytes;
 use super::leg::{self, DP_RANK, HttpLegRequest, JSON, REQUEST_ID};
+use super::memory_budget::MemoryCharge;
 use super::params::{self, TransferUid};
 use super::request_spans::LegTracer;
 use crate::spans::insert_context;
 use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use kvferry_engine::core::dialect::moriio::address::embedded_peer;
 use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::{InstancePair, LegBody};
 use kvferry_engine::fabric::Endpoint;
 use kvferry_trust::FleetProof;
 use opentelemetry::trace::SpanContext;
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct RoutedRequest {
@@ -21,14 +23,14 @@ pub(crate) struct RoutedRequest {
     pub(crate) headers: HeaderMap,
     /// Begins the spans of its legs, if it is traced.
     pub(crate) spans: Option<LegTracer>,
-    /// The memory of its body, which is kept for legs that are sent again.
-    _held: BodyBytes,
+    /// Memory of its body, which is kept for legs that are sent again.
+    pub(crate) memory: MemoryCharge,
 }
 
 impl RoutedRequest {
     /// A job whose legs carry these headers of the client, and this authorization.
     pub(crate) fn new(
-        (asked, held): (GenerationRequest, BodyBytes),
+        (asked, memory): (GenerationRequest, MemoryCharge),
         client: &HeaderMap,
         own: Option<&HeaderValue>,
         spans: Option<LegTracer>,
@@ -43,7 +45,7 @@ impl RoutedRequest {
                 headers.insert(name, value.clone());
             }
         }
-        RoutedRequest { asked, headers, spans, _held: held }
+        RoutedRequest { asked, headers, spans, memory }
     }
 }
 
@@ -76,6 +78,7 @@ pub(super) fn order(
         true => unique.request_id_alone(),
         false => unique.request_id(pair)?,
     };
+    let inner_id = embedded_peer(Role::Decode, &id.as_str().into()).map(|_| Arc::from(&*id));
     headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);
     let to = match body {
         LegBody::Prefill { .. } => &pair.prefill,
@@ -91,6 +94,13 @@ pub(super) fn order(
     }
     let prefill = body.role() == Role::Prefill;
     let stream = job.asked.stream && !prefill;
-    let body = job.asked.leg(part, prefill, transfer.as_deref()).into();
-    Ok(HttpLegRequest { to: http.clone(), path: job.asked.api.path(), headers, body, stream })
+    let body = job.asked.leg(part, prefill, transfer);
+    Ok(HttpLegRequest {
+        to: http.clone(),
+        path: job.asked.api.path(),
+        headers,
+        body,
+        inner_id,
+        stream,
+    })
 }

@@ -108,7 +108,7 @@ async fn connections_beyond_the_limit_that_are_all_in_use_are_refused_with_a_rea
 #[tokio::test]
 async fn bodies_of_one_address_leave_memory_for_others() {
     const MIB: usize = 1 << 20;
-    let options = ["--body-max", "1048576", "--bodies-max", "4194304"];
+    let options = ["--body-max", "1048576", "--memory-max", "4194304"];
     let (router, _p, _d) = pair(Mode::Push, &options).await;
     // All but the last byte, so that they stay.
     let mut held = Vec::new();
@@ -127,7 +127,7 @@ async fn bodies_of_one_address_leave_memory_for_others() {
     }
     // A client of another address has room.
     let mut body = completion();
-    body["prompt"] = "x".repeat(MIB - 1000).into();
+    body["prompt"] = "x".repeat(MIB - 10_000).into();
     let answer = router.post("/v1/completions", &body).await;
     assert_eq!(answer.status, 200, "{answer:?}");
     // Of one address half of it at most.
@@ -138,7 +138,7 @@ async fn bodies_of_one_address_leave_memory_for_others() {
             let _ = timeout(PATIENCE, stream.read_to_string(&mut told)).await.unwrap();
         }
         refused += usize::from(told.starts_with("HTTP/1.1 429"));
-        assert!(!told.starts_with("HTTP/1.1 429") || told.contains("--bodies-max"), "{told}");
+        assert!(!told.starts_with("HTTP/1.1 429") || told.contains("--memory-max"), "{told}");
     }
     assert!(refused >= 1, "nothing was refused");
 }

@@ -9,6 +9,7 @@ mod certificates;
 mod descriptors;
 mod flood;
 mod key;
+mod memory;
 mod network;
 mod panics;
 #[path = "../program/mod.rs"]

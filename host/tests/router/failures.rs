@@ -60,7 +60,7 @@ fn verdict(case: &str, mode: Mode) -> Option<(u16, &'static str)> {
             Some((500, "forced 500 by <D>"))
         }
         "decode answers 503" => Some((503, "forced 503 by <D>")),
-        "prefill 200 with a non-JSON body" if read => Some((502, "no JSON")),
+        "prefill 200 with a non-JSON body" if read => Some((502, "not a JSON object")),
         "prefill 200 with a non-JSON body" | "prefill 200 without kv_transfer_params" => None,
         "decode 200 with a non-JSON body" => None,
         // A decode that has answered had its KV.

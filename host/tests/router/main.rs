@@ -2,6 +2,7 @@
 
 mod admin;
 mod backend;
+mod bodies;
 mod busy;
 mod certificates;
 mod dispatch;

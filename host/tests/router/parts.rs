@@ -83,7 +83,7 @@ async fn one_sample_that_fails_ends_the_answer_with_its_error() {
     });
     let answer = router.post("/v1/completions", &body).await;
     assert_eq!(answer.status, 502);
-    assert!(answer.error().contains("no JSON object"), "{answer:?}");
+    assert!(answer.error().contains("not a JSON object"), "{answer:?}");
 }
 
 #[tokio::test]

@@ -82,7 +82,7 @@ async fn wrong_requests_get_error_objects_and_go_nowhere() {
         ("/v1/completions", "{\"prompt\": \"a\"} x", 400),
         ("/v1/completions", "{}", 400),
         ("/v1/completions", "{\"prompt\": []}", 400),
-        ("/v1/completions", "{\"prompt\": \"a\", \"stream\": \"yes\"}", 400),
+        ("/v1/completions", "{\"prompt\": \"a\", \"stream\": \"maybe\"}", 400),
         ("/v1/chat/completions", "{\"prompt\": \"a\"}", 400),
         ("/v1/completions", &long, 413),
         ("/v1/embeddings", "{}", 404),

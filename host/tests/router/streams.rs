@@ -1,9 +1,9 @@
 //! B5, B9, B12: streams.
 
-use crate::backend::Act;
+use crate::backend::{Act, StubInstance};
 use crate::rig::{PATIENCE, TestRouter, pair, streaming};
 use http_body_util::BodyExt;
-use kvferry_engine::core::message::Mode;
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::json;
 use std::sync::{Arc, Mutex};
 use tokio::sync::{Notify, mpsc};
@@ -43,16 +43,26 @@ async fn a_stream_is_neither_held_back_nor_changed() {
     router.metric_reaches(done, 1).await;
 }
 
+/// An event that is not whole is passed on where events are not looked into, and dropped elsewhere.
 #[tokio::test]
 async fn a_stream_that_breaks_inside_an_event_ends_with_one_that_can_be_read() {
-    let (router, _p, d) = pair(Mode::Push, &[]).await;
-    d.always(Act::Broken(vec![event("a"), "data: {\"choi".into()]));
-    let answer = router.post("/v1/completions", &streaming()).await;
-    let events: Vec<_> = answer.body.split("\n\n").filter(|it| !it.is_empty()).collect();
-    assert_eq!((events[0], events[1]), (event("a").trim_end(), "data: {\"choi"));
-    let error: serde_json::Value = serde_json::from_str(&events[2]["data: ".len()..]).unwrap();
-    assert_eq!(error["error"]["code"], 502);
-    assert_eq!(events[3..], ["data: [DONE]"]);
+    let (moriio, _p, d) = pair(Mode::Push, &[]).await;
+    let (p, fixed) =
+        (StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await);
+    let by_name = TestRouter::start(&["--prefill", &p.http, "--decode", &fixed.http]);
+    by_name.ready(2).await;
+    for (router, d, passed) in [(&moriio, &d, &[][..]), (&by_name, &fixed, &["data: {\"choi"][..])]
+    {
+        d.always(Act::Broken(vec![event("a"), "data: {\"choi".into()]));
+        let answer = router.post("/v1/completions", &streaming()).await;
+        let events: Vec<_> = answer.body.split("\n\n").filter(|it| !it.is_empty()).collect();
+        let (first, rest) = events.split_first().unwrap();
+        let (rest, end) = rest.split_at(passed.len());
+        assert_eq!((*first, rest), (event("a").trim_end(), passed));
+        let error: serde_json::Value = serde_json::from_str(&end[0]["data: ".len()..]).unwrap();
+        assert_eq!(error["error"]["code"], 502);
+        assert_eq!(end[1..], ["data: [DONE]"]);
+    }
 }
 
 #[tokio::test]

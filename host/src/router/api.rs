@@ -17,9 +17,12 @@ pub(crate) enum Api {
     Chat,
     Responses,
     Generate,
+    /// Of Anthropic's form.
+    Messages,
 }
 
-pub(crate) const APIS: [Api; 4] = [Api::Completions, Api::Chat, Api::Responses, Api::Generate];
+pub(crate) const APIS: [Api; 5] =
+    [Api::Completions, Api::Chat, Api::Responses, Api::Generate, Api::Messages];
 
 const fn put(value: &'static [u8]) -> FieldEdit {
     FieldEdit::Put(Bytes::from_static(value))
@@ -73,6 +76,10 @@ static ONE_OUTPUT_TOKEN: [(&str, FieldEdit); 3] = [
     ("stream_options", FieldEdit::Drop),
 ];
 
+/// The same for messages.
+static ONE_MESSAGE_TOKEN: [(&str, FieldEdit); 2] =
+    [("max_tokens", put(b"1")), ("stream", put(b"false"))];
+
 /// Bytes of text that are taken for a token where only the load is concerned.
 const TOKEN_BYTES: usize = 4;
 
@@ -86,6 +93,7 @@ impl Api {
             Api::Chat => "/v1/chat/completions",
             Api::Responses => "/v1/responses",
             Api::Generate => "/inference/v1/generate",
+            Api::Messages => "/v1/messages",
         }
     }
 
@@ -96,13 +104,14 @@ impl Api {
             Api::Chat => "chatcmpl-",
             Api::Responses => "req-",
             Api::Generate => "gnt-",
+            Api::Messages => "msg-",
         }
     }
 
     fn prompt_key(self) -> &'static str {
         match self {
             Api::Completions => "prompt",
-            Api::Chat => "messages",
+            Api::Chat | Api::Messages => "messages",
             Api::Responses => "input",
             Api::Generate => "token_ids",
         }
@@ -113,7 +122,7 @@ impl Api {
         match self {
             Api::Completions => &COMPLETIONS,
             Api::Chat => &CHAT,
-            Api::Responses => &[],
+            Api::Responses | Api::Messages => &[],
             Api::Generate => &COMPLETIONS[..1],
         }
     }
@@ -124,6 +133,8 @@ impl Api {
             Api::Completions | Api::Chat => &ONE_TOKEN,
             Api::Responses => &ONE_OUTPUT_TOKEN,
             Api::Generate => &ONE_TOKEN[3..],
+            // Its engines know no smallest number of tokens.
+            Api::Messages => &ONE_MESSAGE_TOKEN,
         }
     }
 }
@@ -270,9 +281,7 @@ fn without_transfer(fields: &JsonFields, sampling_params: Option<&JsonFields>) -
 fn sampling_params(api: Api, fields: &JsonFields) -> Result<Option<JsonFields>, HttpError> {
     let range = fields.range("sampling_params").filter(|_| api == Api::Generate);
     let given = range.map(|range| JsonFields::within(fields.text().clone(), range)).transpose();
-    given.map_err(|why| {
-        HttpError::bad(&format!("sampling_params is not a JSON object: {why}"), "sampling_params")
-    })
+    given.map_err(|why| HttpError::bad(&why.of("sampling_params"), "sampling_params"))
 }
 
 /// A boolean of the body, false if it is missing.
@@ -294,6 +303,10 @@ fn samples(
     fields: &JsonFields,
     sampling_params: Option<&JsonFields>,
 ) -> Result<u32, HttpError> {
+    // The only path without such fields: engines ignore them.
+    if api == Api::Messages {
+        return Ok(1);
+    }
     if boolean(fields, "use_beam_search")? {
         let message = "beam search cannot be served by prefill and decode instances";
         return Err(HttpError::bad(message, "use_beam_search"));
@@ -310,7 +323,7 @@ fn samples(
             return one(sampling_params.and_then(|params| params.get("n")), "sampling_params.n");
         }
         Api::Responses => return one(fields.get("n"), "n"),
-        Api::Completions | Api::Chat => {}
+        Api::Completions | Api::Chat | Api::Messages => {}
     }
     let n = fields.get("n").map_or(Some(1), lax::integer).and_then(|n| u32::try_from(n).ok());
     let n = n.filter(|n| *n > 0);
@@ -560,6 +573,16 @@ mod tests {
             without.contains(r#""sampling_params":{"max_tokens":1,"min_tokens":1}"#),
             "{without}"
         );
+    }
+
+    #[test]
+    fn legs_of_messages_have_the_fields_of_their_path() {
+        let text = r#"{"model":"m","messages":[],"max_tokens":9,"stream":true,"n":3}"#;
+        let prefill = r#"{"model":"m","messages":[],"max_tokens":1,"stream":false,"n":3,"kv_transfer_params":{}}"#;
+        assert_eq!(leg(Api::Messages, text, 0, true), prefill);
+        let decode = r#"{"model":"m","messages":[],"max_tokens":9,"stream":true,"n":3,"kv_transfer_params":{}}"#;
+        assert_eq!(leg(Api::Messages, text, 0, false), decode);
+        assert!(read(Api::Messages, r#"{"max_tokens":9}"#).is_err());
     }
 
     #[test]

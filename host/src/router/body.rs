@@ -1,5 +1,6 @@
 //! The streamed answer to a client, made of one or more streams of decodes.
 
+use super::api::{Api, GenerationRequest};
 use super::error::HttpError;
 use super::http_adapter::{ClientEvent, ClientGone, PartBody, RouterAddr};
 use super::merge::{PartFacts, StreamMerger};
@@ -42,15 +43,16 @@ pub(crate) struct ClientBody {
     /// The last bytes were the end of an event.
     between_events: bool,
     ended: bool,
+    api: Api,
     _guard: ClientGuard,
     /// Of the request, until its answer has ended.
     span: Option<OpenSpan>,
 }
 
 impl ClientBody {
-    /// A body of `parts` streams; `merger` unless they are passed on as they are.
+    /// A body of a stream for each part; `merger` unless they are passed on as they are.
     pub(crate) fn new(
-        parts: usize,
+        asked: &GenerationRequest,
         events: mpsc::Receiver<ClientEvent>,
         merger: Option<StreamMerger>,
         (guard, span): (ClientGuard, Option<OpenSpan>),
@@ -58,12 +60,13 @@ impl ClientBody {
         ClientBody {
             events,
             relays: Vec::new(),
-            left: parts,
-            to_come: parts,
+            left: asked.parts.len(),
+            to_come: asked.parts.len(),
             merger,
             queue: VecDeque::new(),
             between_events: true,
             ended: false,
+            api: asked.api,
             _guard: guard,
             span,
         }
@@ -116,7 +119,7 @@ impl ClientBody {
         if !self.between_events {
             self.queue.push_back(Bytes::from_static(b"\n\n"));
         }
-        self.queue.push_back(why.event());
+        self.queue.push_back(why.event(self.api));
         if let Some(span) = self.span.take() {
             request_spans::refused(span, why);
         }

@@ -1,5 +1,6 @@
 //! Error objects as OpenAI's clients expect them.
 
+use super::api::Api;
 use super::retry_after::seconds;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -118,12 +119,33 @@ impl HttpError {
     }
 
     /// The same as an event of a stream that had begun, and the end of the stream.
-    pub(crate) fn event(&self) -> Bytes {
-        let mut event = Vec::with_capacity(self.body.len() + 32);
-        event.extend_from_slice(b"data: ");
-        event.extend_from_slice(&self.body);
-        event.extend_from_slice(b"\n\ndata: [DONE]\n\n");
-        event.into()
+    pub(crate) fn event(&self, api: Api) -> Bytes {
+        let [begin, end]: [&[u8]; 2] = match api {
+            Api::Messages => [b"event: error\ndata: ", b"\n\n"],
+            _ => [b"data: ", b"\n\ndata: [DONE]\n\n"],
+        };
+        [begin, &self.clone().of(api).body, end].concat().into()
+    }
+
+    /// The same in the form of a path: of /v1/messages that is Anthropic's.
+    pub(crate) fn of(self, api: Api) -> HttpError {
+        let told = |object: &serde_json::Value| object["type"] == "error";
+        if api != Api::Messages || serde_json::from_slice(&self.body).is_ok_and(|it| told(&it)) {
+            return self;
+        }
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            403 => "permission_error",
+            404 => "not_found_error",
+            413 => "request_too_large",
+            429 => "rate_limit_error",
+            503 => "overloaded_error",
+            400..500 => "invalid_request_error",
+            _ => "api_error",
+        };
+        let error = serde_json::json!({"type": kind, "message": self.message()});
+        let body = serde_json::json!({"type": "error", "error": error}).to_string();
+        HttpError { body: body.into(), ..self }
     }
 }
 
@@ -145,6 +167,15 @@ impl IntoResponse for HttpError {
 mod tests {
     use super::*;
     use serde_json::Value;
+
+    #[test]
+    fn errors_of_messages_have_the_form_of_their_path() {
+        let error = HttpError::bad("m", "p").of(Api::Messages);
+        let form = r#"{"error":{"message":"m","type":"invalid_request_error"},"type":"error"}"#;
+        assert_eq!(error.body, form);
+        assert_eq!(error.event(Api::Messages), format!("event: error\ndata: {form}\n\n"));
+        assert_eq!(error.of(Api::Messages).body, form);
+    }
 
     #[test]
     fn what_instances_say_is_kept_only_if_it_is_an_error_object() {

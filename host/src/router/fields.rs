@@ -6,7 +6,6 @@ use super::json_scan::{self, JsonError, JsonMember};
 use bytes::Bytes;
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fmt;
 use std::ops::Range;
 
 /// Members of one object of which the router reads or edits some. Objects within its values are
@@ -23,14 +22,15 @@ pub(crate) enum FieldsError {
     Encoding(usize),
 }
 
-impl fmt::Display for FieldsError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+impl FieldsError {
+    /// The error of the object that `subject` names.
+    pub(crate) fn of(self, subject: &str) -> String {
         match self {
-            FieldsError::Json(why) => why.fmt(f),
+            FieldsError::Json(why) => format!("{subject} is not a JSON object: {why}"),
             FieldsError::Members => {
-                write!(f, "more than {MEMBERS_MAX} fields; send at most {MEMBERS_MAX}")
+                format!("{subject} has more than {MEMBERS_MAX} fields; send at most {MEMBERS_MAX}")
             }
-            FieldsError::Encoding(at) => write!(f, "invalid UTF-8 at byte {at}"),
+            FieldsError::Encoding(at) => format!("{subject} is not valid UTF-8 at byte {at}"),
         }
     }
 }

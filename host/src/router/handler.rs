@@ -66,7 +66,7 @@ impl RequestHandler {
         }
         let mut response = match answer {
             Ok(response) => response,
-            Err(refusal) => refusal.into_response(),
+            Err(refusal) => refusal.of(api).into_response(),
         };
         drop(in_flight);
         self.metrics.first_byte.observe(start.elapsed().as_secs_f64());
@@ -98,8 +98,8 @@ impl RequestHandler {
         if let Some(connection) = connection {
             connection.begin();
         }
-        let fields = JsonFields::parse(body)
-            .map_err(|why| HttpError::bad(&format!("the body is not a JSON object: {why}"), ""))?;
+        let fields =
+            JsonFields::parse(body).map_err(|why| HttpError::bad(&why.of("the body"), ""))?;
         let (asked, prompts) =
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
         let legs = memory.add(asked.parts.len() * LEG_BYTES);
@@ -256,7 +256,7 @@ async fn streamed(
     let is_edited = asked.is_split()
         || facts.cached.is_some()
         || facts.inner_id.is_some()
-        || asked.api == Api::Responses;
+        || matches!(asked.api, Api::Responses | Api::Messages);
     let merger = is_edited.then(|| {
         let counts_prompt = asked.parts.iter().map(|part| part.sample == 0);
         StreamMerger::new(counts_prompt, shown, &job.memory)
@@ -265,7 +265,7 @@ async fn streamed(
     if let Some(span) = &mut span {
         request_spans::streaming(span, head.status);
     }
-    let mut streams = ClientBody::new(asked.parts.len(), events, merger, (guard, span));
+    let mut streams = ClientBody::new(asked, events, merger, (guard, span));
     streams.add(part, body, facts);
     Ok(response(head, Body::new(streams)))
 }

@@ -160,7 +160,8 @@ async fn exchange(
     let (head, mut body) = answer?.into_parts();
     let head = ResponseHead { status: head.status, headers: head.headers };
     if !head.status.is_success() {
-        return Err(ExchangeError::Fault(Box::new(refused(&head, body, limits).await?)));
+        let fault = refused(&head, body, limits, memory).await?;
+        return Err(ExchangeError::Fault(Box::new(fault)));
     }
     if !stream {
         let whole = timeout(limits.idle, charged(body, memory)).await;
@@ -273,13 +274,29 @@ impl StreamHead {
     }
 }
 
+/// The error of an answer, of which a long one is cut.
 async fn refused(
     head: &ResponseHead,
-    body: PooledBody,
+    mut body: PooledBody,
     limits: HttpLimits,
-) -> Result<LegError, String> {
+    mut memory: MemoryCharge,
+) -> Result<LegError, ExchangeError> {
+    let mut all = ByteCollector::new(ERROR_MAX);
+    let collected = timeout(limits.idle, async {
+        while let Some(frame) = body.frame().await {
+            let Ok(mut more) = frame.map_err(|why| chain(&why))?.into_data() else { continue };
+            more.truncate(ERROR_MAX - all.len());
+            all.add(more, &mut memory)?;
+            if all.len() == ERROR_MAX {
+                break;
+            }
+        }
+        Ok::<(), ExchangeError>(())
+    });
+    let late = |_| format!("the error answer took longer than {:?}", limits.idle);
+    collected.await.map_err(late)??;
     let again = retry_after(&head.headers, SystemTime::now());
-    Ok(fault(head.status, again, collect(body, ERROR_MAX, limits.idle).await?))
+    Ok(fault(head.status, again, all.finish()))
 }
 
 /// What the core is told of a leg that failed with this status and perhaps for this. Of a kind that

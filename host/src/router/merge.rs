@@ -79,8 +79,8 @@ fn joined(answers: &[PartAnswer], shown: &ShownId) -> Result<BodyChain, String> 
     let mut is_first_choice = true;
     for (part, answer) in answers.iter().enumerate() {
         let text = &answer.body.bytes;
-        let fields = JsonFields::parse(text.clone())
-            .map_err(|why| format!("a decode instance's answer is not a JSON object: {why}"))?;
+        let fields =
+            JsonFields::parse(text.clone()).map_err(|why| why.of("a decode instance's answer"))?;
         if let Some(told) = fields.object("usage") {
             usage.add(told, answer.counts_prompt, answer.facts.cached);
         }
@@ -124,11 +124,13 @@ const TRANSFER_KEY: &[u8] = b"\"kv_transfer_params\"";
 
 /// Puts the facts into an answer, and removes what is of use to engines alone.
 fn edit_facts(fields: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
-    if let Some(usage) = fields.object("usage") {
-        put_cached(&usage, cached, splices);
-    }
-    // The event that ends a stream of /v1/responses has the answer within.
-    for object in [Some(fields), fields.object("response").as_ref()].into_iter().flatten() {
+    // Events of /v1/responses and /v1/messages have the answer within.
+    let within = [fields.object("response"), fields.object("message")];
+    for object in [Some(fields)].into_iter().chain(within.iter().map(Option::as_ref)).flatten() {
+        if let Some(usage) = object.object("usage") {
+            put_cached(&usage, cached, splices);
+            put_cache_read(&usage, cached, splices);
+        }
         if object.range("kv_transfer_params").is_some() {
             object.edit(&[("kv_transfer_params", FieldEdit::Drop)], splices);
         }
@@ -158,12 +160,28 @@ fn put_cached(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
     }
 }
 
-/// The `cached_tokens` of a prefill's answer.
+/// A count in a usage.
+fn count(usage: &JsonFields, key: &str) -> Option<u64> {
+    u64::try_from(lax::integer(usage.get(key)?)?).ok()
+}
+
+const CACHE_READ: &str = "cache_read_input_tokens";
+
+/// The same in the form of /v1/messages, where cached tokens do not count as input.
+fn put_cache_read(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
+    let counts = (count(usage, "input_tokens"), count(usage, CACHE_READ), cached);
+    let (Some(input), Some(read), Some(cached)) = counts else { return };
+    let put = |count: u64| FieldEdit::Replace(count.to_string().into());
+    let input = input.saturating_add(read).saturating_sub(cached);
+    usage.edit(&[("input_tokens", put(input)), (CACHE_READ, put(cached))], splices);
+}
+
+/// Prompt tokens that the prefill had cached, by its answer.
 pub(crate) fn cached(body: &Bytes) -> Option<u64> {
     // Most answers say nothing of it.
-    memmem::find(body, b"cached_tokens")?;
+    memmem::find(body, b"\"cache")?;
     let usage = JsonFields::parse(body.clone()).ok()?.object("usage")?;
-    cached_tokens(&usage).map(|(_, cached)| cached)
+    cached_tokens(&usage).map(|(_, cached)| cached).or_else(|| count(&usage, CACHE_READ))
 }
 
 /// Usage of several transfers.
@@ -178,10 +196,7 @@ struct Usage {
 impl Usage {
     /// Adds the usage of a part; the prefill's `cached` counts in place of the decode's.
     fn add(&mut self, told: JsonFields, counts_prompt: bool, cached: Option<u64>) {
-        let count = |key: &str| {
-            let count = told.get(key).and_then(lax::integer);
-            count.and_then(|count| u64::try_from(count).ok()).unwrap_or(0)
-        };
+        let count = |key: &str| count(&told, key).unwrap_or(0);
         self.completion = self.completion.saturating_add(count("completion_tokens"));
         if counts_prompt {
             self.prompt = self.prompt.saturating_add(count("prompt_tokens"));

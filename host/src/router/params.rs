@@ -92,7 +92,7 @@ pub(crate) const PARAMS_MAX: usize = 4 << 20;
 /// An answer that is not a JSON object, or has too long ones.
 pub(crate) fn answered(body: Bytes) -> Result<Option<Arc<str>>, String> {
     let fields = JsonFields::parse(body);
-    let fields = fields.map_err(|why| format!("its answer is not a JSON object: {why}"))?;
+    let fields = fields.map_err(|why| why.of("its answer"))?;
     let Some(params) = fields.get("kv_transfer_params") else { return Ok(None) };
     if params.len() > PARAMS_MAX {
         let length = params.len();
@@ -105,7 +105,7 @@ pub(crate) fn answered(body: Bytes) -> Result<Option<Arc<str>>, String> {
 /// The fields of what a prefill answered as `kv_transfer_params`.
 fn fields_of(answer: &str) -> Result<JsonFields, String> {
     let fields = JsonFields::parse(Bytes::copy_from_slice(answer.as_bytes()));
-    fields.map_err(|why| format!("a prefill's kv_transfer_params: {why}"))
+    fields.map_err(|why| why.of("a prefill's kv_transfer_params"))
 }
 
 /// The object with the span that the transfer is part of, for hosts: vLLM's servers tell their
@@ -114,7 +114,7 @@ fn fields_of(answer: &str) -> Result<JsonFields, String> {
 /// # Errors
 /// What is no object.
 pub(crate) fn with_span(params: Bytes, span: &SpanContext) -> Result<Bytes, String> {
-    let fields = JsonFields::parse(params).map_err(|why| why.to_string())?;
+    let fields = JsonFields::parse(params).map_err(|why| why.of("kv_transfer_params"))?;
     let parent = format!("\"{}\"", traceparent(span));
     Ok(fields.edited(&[(PARENT_KEY, FieldEdit::Put(parent.into()))]))
 }

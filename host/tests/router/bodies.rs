@@ -141,3 +141,54 @@ async fn answers_name_no_address_of_an_instance() {
         }
     }
 }
+
+#[tokio::test]
+async fn messages_are_served_by_two_legs() {
+    let (router, p, d) = pair(Mode::Push, &[]).await;
+    let usage = |input: u32, read: u32| json!({"input_tokens": input, "output_tokens": 1, "cache_read_input_tokens": read});
+    p.always(Act::Json(200, json!({"type": "message", "usage": usage(2, 1)})));
+    d.on(move |leg: &ReceivedLeg| {
+        let id = format!("chatcmpl-{}", leg.header("x-request-id"));
+        let message = json!({"id": id, "type": "message", "content": [], "usage": usage(0, 3)});
+        Some(match leg.body["stream"] == true {
+            false => Act::Json(200, message),
+            true => {
+                let start = json!({"type": "message_start", "message": message});
+                let stop = json!({"type": "message_stop"});
+                Act::Stream(vec![
+                    format!("event: message_start\ndata: {start}\n\n"),
+                    format!("event: message_stop\ndata: {stop}\n\n"),
+                ])
+            }
+        })
+    });
+    let body = |stream: bool| {
+        let messages = json!([{"role": "user", "content": "hi"}]);
+        json!({"model": "m", "messages": messages, "max_tokens": 5, "stream": stream}).to_string()
+    };
+    let answer = post(&router, "/v1/messages", body(false)).await.json();
+    assert_eq!(
+        (&answer["id"], &answer["usage"]),
+        (&json!("chatcmpl-the-clients-id"), &usage(2, 1))
+    );
+    let answer = post(&router, "/v1/messages", body(true)).await.body;
+    assert!(answer.starts_with("event: message_start\ndata: {"), "{answer}");
+    assert!(
+        answer.contains("\"chatcmpl-the-clients-id\"") && !answer.contains("_addr_"),
+        "{answer}"
+    );
+    assert!(answer.contains("\"cache_read_input_tokens\":1"), "{answer}");
+    assert!(answer.ends_with("event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n"));
+    for leg in p.seen() {
+        assert_eq!((&leg.body["max_tokens"], &leg.body["stream"]), (&json!(1), &json!(false)));
+    }
+    assert!(d.seen().iter().all(|leg| leg.body["max_tokens"] == 5 && leg.path == "/v1/messages"));
+
+    let refused = post(&router, "/v1/messages", "{}").await;
+    assert_eq!((refused.status, &refused.json()["type"]), (400, &json!("error")));
+    d.always(Act::Broken(vec!["event: ping\ndata: {\"type\":\"ping\"}\n\n".into()]));
+    let broken = post(&router, "/v1/messages", body(true)).await.body;
+    let (_, error) = broken.split_once("event: error\ndata: ").expect("an error event");
+    let error: Value = serde_json::from_str(error.trim_end()).unwrap();
+    assert_eq!(error["error"]["type"], "api_error", "{broken}");
+}

@@ -2,11 +2,13 @@
 //! a finding; and the seeds that it starts from. Ordinary tests run the seeds without a fuzzer.
 
 pub mod admitted;
+pub mod allocated;
 pub mod descriptors;
 pub mod moriio;
 pub mod native;
 pub mod omni_mori;
 pub mod request_id;
+pub mod router;
 pub mod scenario;
 pub mod seeds;
 pub mod sequence;
@@ -33,6 +35,7 @@ pub const TARGETS: &[FuzzTarget] = &[
     FuzzTarget { name: "sequence", run: sequence::run, seeds: seeds::sequences },
     FuzzTarget { name: "admitted", run: admitted::run, seeds: seeds::admitted },
     FuzzTarget { name: "zmtp", run: zmtp::run, seeds: seeds::zmtp },
+    FuzzTarget { name: "router", run: router::run, seeds: router::seeds },
 ];
 
 /// The target of this name.

@@ -22,3 +22,5 @@ mod tls;
 
 pub use cli::main;
 pub use process::interpreted_by;
+#[doc(hidden)]
+pub use router::{HeldByRouter, RouterInProcess};

@@ -25,6 +25,11 @@ impl MemoryBudget {
         Arc::new(MemoryBudget { held: Mutex::new(SourceBudget::new(most)), most, refused })
     }
 
+    /// Bytes that are charged to all addresses.
+    pub(crate) fn held(&self) -> usize {
+        lock(&self.held).held()
+    }
+
     /// A charge of no bytes so far.
     pub(crate) fn charge(self: &Arc<MemoryBudget>, account: PeerSource) -> MemoryCharge {
         MemoryCharge { budget: self.clone(), account, bytes: 0 }

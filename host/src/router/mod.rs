@@ -16,6 +16,7 @@ mod error;
 mod fields;
 mod handler;
 mod http_adapter;
+mod in_process;
 mod instance_times;
 mod json_scan;
 mod lax;
@@ -37,6 +38,7 @@ mod sse;
 mod static_instances;
 
 pub(crate) use args::RouterArgs;
+pub use in_process::{HeldByRouter, RouterInProcess};
 pub(crate) use pool::chain;
 
 use self::admin::Admin;
@@ -62,7 +64,8 @@ use axum::body::Body;
 use axum::routing::{get, post};
 use hyper::header::HeaderMap;
 use hyper::{Request, StatusCode};
-use kvferry_engine::actors::{Input, MailboxSender, monotonic_clock};
+use kvferry_engine::actors::{Clock, Input, MailboxSender};
+use kvferry_engine::core::Nanos;
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::router::{RouterConfig, RouterInput};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind, bracketed};
@@ -89,6 +92,21 @@ const FILES_KEPT: u64 = 128;
 pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
     raise_open_files();
+    let (bound, discovery, parts) = prepare(args)?;
+    let tracer = parts.tracer.clone();
+    announce(args, [bound[0].local_addr()?, bound[1].local_addr()?], &discovery, out)?;
+    actix::System::new().block_on(run(args, bound, parts))?;
+    if let Some(tracer) = tracer {
+        tracer.finish();
+    }
+    Ok(Exit::HELD)
+}
+
+/// The sockets for clients and operators, the address for registrations, and the parts of a router
+/// with these arguments.
+fn prepare(
+    args: &RouterArgs,
+) -> Result<([std::net::TcpListener; 2], Endpoint, RouterParts), CommandError> {
     let settings = args.settings()?;
     let config = args.config()?;
     let times = args.shutdown()?;
@@ -100,26 +118,13 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     let mut plane = if args.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
-    let [http, admin] = [bound[0].local_addr()?, bound[1].local_addr()?];
     let (metrics, mut registry) = RouterMetrics::new();
+    let http = bound[0].local_addr()?;
     let tracer = args.spans.tracer("kvferry-router", &http.to_string(), &mut registry)?;
-    announce(args, [http, admin], &discovery, out)?;
-    let parts = RouterParts {
-        plane,
-        config,
-        settings,
-        statics,
-        pool,
-        certificate,
-        times,
-        tracer: tracer.clone(),
-        metrics: (metrics, registry),
-    };
-    actix::System::new().block_on(run(args, bound, parts))?;
-    if let Some(tracer) = tracer {
-        tracer.finish();
-    }
-    Ok(Exit::HELD)
+    let metrics = (metrics, registry);
+    let parts =
+        RouterParts { plane, config, settings, statics, pool, certificate, times, tracer, metrics };
+    Ok((bound, discovery, parts))
 }
 
 /// A socket that listens at the address of an option.
@@ -184,16 +189,25 @@ struct RouterParts {
     metrics: (RouterMetrics, Registry),
 }
 
-async fn run(
+/// A router whose tasks run in the current actix system.
+struct RunningRouter {
+    handler: Arc<RequestHandler>,
+    core: RouterAddr,
+    /// Keeps the listener for operators open, which shows how the drain goes on.
+    _operators: watch::Sender<bool>,
+}
+
+/// Starts a router; the future serves clients until `stopped`.
+fn start(
     args: &RouterArgs,
     [clients, operators]: [std::net::TcpListener; 2],
     parts: RouterParts,
-) -> io::Result<()> {
-    let RouterParts { plane, config, settings, statics, pool, certificate, times, .. } = parts;
-    let mut ends = ShutdownSignals::new()?;
+    stopped: watch::Receiver<bool>,
+) -> io::Result<(RunningRouter, impl Future<Output = ()> + use<>)> {
+    let RouterParts { plane, config, settings, statics, pool, certificate, .. } = parts;
     let clients = PatientListener::new(TcpListener::from_std(clients)?, "clients");
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
-    let clock = monotonic_clock();
+    let clock = clock();
     let (metrics, registry) = parts.metrics;
     let settings = Arc::new(settings);
     let expiry = Duration::from_nanos(config.expiry.0);
@@ -218,7 +232,6 @@ async fn run(
     });
     let statics = statics.start(core.clone(), expiry);
     let admin = Admin { handler: handler.clone(), pool, statics, registry: registry.into(), clock };
-    let (stop, stopped) = watch::channel(false);
     let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
     let [client_table, admin_table] = tables;
     let serving = ServedListener {
@@ -226,7 +239,7 @@ async fn run(
         app: app(handler.clone(), &admin),
         table: client_table,
         certificate: certificate.map(Arc::new),
-        meters: metrics.clients.clone(),
+        meters: metrics.clients,
     };
     let telling = ServedListener {
         listener: operators,
@@ -235,10 +248,22 @@ async fn run(
         certificate: None,
         meters: ClientMeters::default(),
     };
-    // It tells how the drain goes on, and ends with the process.
-    let (_to_the_end, never) = watch::channel(false);
+    let (_operators, never) = watch::channel(false);
     let _ends_with_the_system = actix::spawn(server::serve(telling, never));
-    let mut serving = std::pin::pin!(server::serve(serving, stopped));
+    Ok((RunningRouter { handler, core, _operators }, server::serve(serving, stopped)))
+}
+
+async fn run(
+    args: &RouterArgs,
+    bound: [std::net::TcpListener; 2],
+    parts: RouterParts,
+) -> io::Result<()> {
+    let mut ends = ShutdownSignals::new()?;
+    let times = parts.times;
+    let (stop, stopped) = watch::channel(false);
+    let (running, serving) = start(args, bound, parts, stopped)?;
+    let RunningRouter { handler, core, .. } = &running;
+    let mut serving = std::pin::pin!(serving);
     tokio::select! {
         () = serving.as_mut() => {}
         () = ends.recv() => {}
@@ -246,7 +271,7 @@ async fn run(
     handler.is_draining.store(true, Ordering::Relaxed);
     tokio::select! {
         () = serving.as_mut() => {}
-        () = let_go(&core, times.delay, &mut ends) => {}
+        () = let_go(core, times.delay, &mut ends) => {}
     }
     tracing::info!("draining: requests in flight are finished, no new ones are taken");
     core.do_send(Input(RouterInput::Drain));
@@ -259,6 +284,12 @@ async fn run(
         false => tracing::warn!(?drain, "requests were cut off by --drain-timeout"),
     }
     Ok(())
+}
+
+/// Time since this call by tokio's clock, which a test may stop.
+fn clock() -> Clock {
+    let start = tokio::time::Instant::now();
+    Arc::new(move || Nanos(start.elapsed().as_nanos() as u64))
 }
 
 /// Has instances register with another router, and waits for the time in which clients are to find

@@ -11,10 +11,14 @@ mod flood;
 mod key;
 mod memory;
 mod network;
+mod outside_clients;
 mod panics;
 #[path = "../program/mod.rs"]
 #[allow(dead_code, reason = "other test programs use the rest")]
 mod program;
+#[path = "../router/raw_instance.rs"]
+#[allow(dead_code, reason = "the tests of the router use the rest")]
+mod raw_instance;
 #[path = "../router/rig.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod rig;

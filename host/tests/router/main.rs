@@ -12,6 +12,8 @@ mod limits;
 mod load;
 mod models;
 mod parts;
+mod proxied;
+mod raw_instance;
 mod registrations;
 mod requests;
 mod rig;

@@ -196,6 +196,11 @@ pub struct MoriioLeg {
     pub peer: Option<MoriioRemote>,
     /// Pull, at a decode: what to read, per group; the prefill's answer to its leg.
     pub blocks: Vec<BlockList>,
+    /// At a decode: the peer is not asked whether it speaks the native dialect, because the leg does
+    /// not prove that a member of the fleet named it.
+    // Left out where it says nothing: the hash of a trace is also over its legs.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub only: bool,
 }
 
 /// What the prefill leg of a request carries beside the prompt.

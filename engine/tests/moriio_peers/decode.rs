@@ -183,7 +183,7 @@ fn assert_released(table: &mut DecodeTable, link: kvferry_engine::fabric::LinkId
 fn reading() -> (DecodeTable, kvferry_engine::core::ids::FlowId) {
     let mut table = decode(Mode::Pull).ready();
     let blocks = vec![BlockList::new(vec![6, 7, 1])];
-    let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: blocks.clone() });
+    let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: blocks.clone(), only: false });
     arrive_of_vllm(&mut table, "d", Mode::Pull, peer);
     table.handshake(&good_replies());
     table.job();
@@ -208,7 +208,7 @@ fn the_blocks_of_the_leg_are_read_and_then_released() {
 fn of_a_sliding_window_the_last_blocks_are_told_and_read() {
     let mut table = windowed_decode(Mode::Pull).ready();
     let lists = [vec![6, 7, 1], vec![4, 5]].map(BlockList::new).to_vec();
-    let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: lists });
+    let peer = Arc::new(MoriioLeg { peer: Some(peer()), blocks: lists, only: false });
     arrive_of_vllm(&mut table, "d", Mode::Pull, peer);
     table.handshake(&good_replies());
     table.job();

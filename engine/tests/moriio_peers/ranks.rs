@@ -231,7 +231,7 @@ fn all_ranks_are_read_and_each_is_released_for_all_readers() {
     for (own, peer) in [(2, 2), (1, 2), (2, 1)] {
         let mut table = decode_of(own, Mode::Pull).ready_of(own);
         let blocks = vec![BlockList::new(vec![6, 7, 1])];
-        let leg = MoriioLeg { peer: Some(peer_of(peer)), blocks };
+        let leg = MoriioLeg { peer: Some(peer_of(peer)), blocks, only: false };
         arrive_at_decode(&mut table, "d", Mode::Pull, Arc::new(leg));
         for rank in 0..peer {
             table.handshake_of(rank, &replies_of(peer, 0x10_0000 * u64::from(rank + 1)));
@@ -395,7 +395,7 @@ fn only_a_decode_that_knows_the_word_is_told_of_a_failed_write() {
 fn the_dp_rank_that_announces_is_the_one_that_is_written_to() {
     let mut peer = peer_of(1);
     (peer.dp_size, peer.shape.dp_size_local) = (2, 2);
-    let leg = Arc::new(MoriioLeg { peer: Some(peer), blocks: Vec::new() });
+    let leg = Arc::new(MoriioLeg { peer: Some(peer), ..MoriioLeg::default() });
     let mut table = prefill(Mode::Push).ready();
     arrive_at_prefill(&mut table, Mode::Push, leg.clone());
     table.handshake_of(0, &replies_of(1, 0x10_0000));

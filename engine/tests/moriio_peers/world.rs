@@ -128,11 +128,11 @@ pub(crate) fn peer_of(tp_size: u16) -> MoriioRemote {
 }
 
 pub(crate) fn moriio_peer() -> Arc<MoriioLeg> {
-    Arc::new(MoriioLeg { peer: Some(peer()), blocks: Vec::new() })
+    Arc::new(MoriioLeg { peer: Some(peer()), ..MoriioLeg::default() })
 }
 
 pub(crate) fn moriio_peer_of(tp: u16) -> Arc<MoriioLeg> {
-    Arc::new(MoriioLeg { peer: Some(peer_of(tp)), blocks: Vec::new() })
+    Arc::new(MoriioLeg { peer: Some(peer_of(tp)), ..MoriioLeg::default() })
 }
 
 pub(crate) fn settings() -> CoreSettings {

@@ -83,7 +83,7 @@ pub(super) fn moriio_peer(known: bool, blocks: Vec<BlockList>) -> Arc<MoriioLeg>
     let hosts = vec![address.host.clone()];
     let shape = ParallelSizes { dp_size_local: 1, tp_size: 1 };
     let peer = MoriioRemote { address, hosts, dp_size: 1, dp_rank: 0, shape };
-    Arc::new(MoriioLeg { peer: known.then_some(peer), blocks })
+    Arc::new(MoriioLeg { peer: known.then_some(peer), blocks, only: false })
 }
 
 /// Limits that programs reach.

@@ -5,16 +5,22 @@ use super::offers::{AnsweredLeg, PrefillOffer, SealedLeg};
 use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, embedded_peer, incarnation_of};
 use kvferry_engine::core::dialect::moriio::params::{KvTransferParams, unnamed_transfer};
 use kvferry_engine::core::dialect::moriio::ports::{DialPurpose, PortFormula};
-use kvferry_engine::core::ids::{BlockId, Incarnation, RequestId, TransferId, TransferKey};
+use kvferry_engine::core::ids::{
+    BlockId, EngineId, Incarnation, RequestId, TransferId, TransferKey,
+};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{DecodeLeg, Mode, MoriioLeg, PrefillLeg, Role};
 use kvferry_engine::core::router::LegBody;
 use kvferry_engine::fabric::Endpoint;
+use kvferry_engine::text::printable;
 use kvferry_trust::FleetProof;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::value::RawValue;
 use std::sync::Arc;
+
+/// Most characters of an engine's name in an error.
+const ENGINE_SHOWN: usize = 100;
 
 /// What this instance is to its peers.
 #[derive(Clone, Debug)]
@@ -90,7 +96,9 @@ impl InstanceIdentity {
         let Some(json) = params else {
             return Err("a prefill instance takes legs of a router, with kv_transfer_params".into());
         };
-        if let Some(transfer) = native(json)? {
+        if let Some(transfer) = native::<PrefillLeg>(json)? {
+            // A native leg names no peer in MoRIIO's form, which a prefill would dial.
+            let transfer = PrefillLeg { moriio: None, ..transfer };
             return Ok(LegBody::Prefill { transfer, prompt: 0 });
         }
         let params =
@@ -112,7 +120,7 @@ impl InstanceIdentity {
         };
         let native = embedded.is_some_and(|peer| incarnation_of(peer).is_some())
             || self.mode == Mode::Push && peer.is_none();
-        let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, blocks: Vec::new() }));
+        let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, ..MoriioLeg::default() }));
         let transfer = PrefillLeg { moriio, ..PrefillLeg::new(key_of(request, params), self.mode) };
         Ok(LegBody::Prefill { transfer, prompt: 0 })
     }
@@ -144,10 +152,16 @@ impl InstanceIdentity {
         let blocks = params.remote_block_ids.unwrap_or_default();
         let list = |ids: Vec<BlockId>| BlockList::new(ids.into_iter().map(|id| id.0).collect());
         let blocks = blocks.into_iter().map(list).collect();
-        let incarnation = embedded_peer(Role::Decode, request).and_then(incarnation_of);
         let prefill = peer.engine();
-        let moriio =
-            incarnation.is_none().then(|| Arc::new(MoriioLeg { peer: Some(peer), blocks }));
+        let only = self.proof.is_demanded();
+        if only && !self.moriio_peers {
+            return Err(unsealed(&prefill));
+        }
+        let incarnation = embedded_peer(Role::Decode, request).and_then(incarnation_of);
+        // The request id proves nothing: with a secret, what it says of the native dialect is ignored.
+        let incarnation = incarnation.filter(|_| !only);
+        let leg = MoriioLeg { peer: Some(peer), blocks, only };
+        let moriio = incarnation.is_none().then(|| Arc::new(leg));
         let key = TransferKey { id, prompt: 0 };
         body(DecodeLeg { incarnation, moriio, ..DecodeLeg::new(key, self.mode, prefill, control) })
     }
@@ -176,6 +190,16 @@ impl InstanceIdentity {
             tp: 1,
         }
     }
+}
+
+/// Error for a leg without a seal that names a prefill, where there is a secret and no MoRIIO peers.
+fn unsealed(prefill: &EngineId) -> String {
+    format!(
+        "the leg names the prefill {} and has no seal, which is demanded where there is a secret: send \
+         it by kvferry router with the same secret, or copy kv_transfer_params of the prefill's \
+         answer; moriio_peers true accepts it, in MoRIIO's dialect only",
+        printable(&prefill.0, ENGINE_SHOWN)
+    )
 }
 
 /// The transfer of a leg to a prefill.

@@ -9,10 +9,14 @@ mod certificates;
 mod descriptors;
 mod flood;
 mod key;
+mod legs;
 mod memory;
 mod network;
 mod outside_clients;
 mod panics;
+#[path = "../serve/process.rs"]
+#[allow(dead_code, reason = "the tests of `serve` use the rest")]
+mod process;
 #[path = "../program/mod.rs"]
 #[allow(dead_code, reason = "other test programs use the rest")]
 mod program;
@@ -22,6 +26,12 @@ mod raw_instance;
 #[path = "../router/rig.rs"]
 #[allow(dead_code, reason = "the tests of the router use the rest")]
 mod rig;
+#[path = "../sidecar_process/mod.rs"]
+#[allow(dead_code, reason = "the tests of hosts use the rest")]
+mod sidecar_process;
+#[path = "../embed/rig.rs"]
+#[allow(dead_code, unused_imports, reason = "the tests of hosts use the rest")]
+mod sidecar_rig;
 mod signed;
 mod socket_folder;
 mod tls;

@@ -4,7 +4,7 @@
 use super::{PATIENT, ServePair, ServeProcess, metric, prompt, secret};
 use serde_json::{Value, json};
 
-const PATH: &str = "/v1/completions";
+pub(crate) const PATH: &str = "/v1/completions";
 
 /// The parameters of NIXL's legs, as llm-d's sidecar sends them to a prefill.
 fn nixl() -> Value {
@@ -12,13 +12,13 @@ fn nixl() -> Value {
         "remote_block_ids": null, "remote_host": null, "remote_port": null})
 }
 
-fn leg(tokens: &[u32], max_tokens: u32, params: &Value) -> Value {
+pub(crate) fn leg(tokens: &[u32], max_tokens: u32, params: &Value) -> Value {
     json!({"prompt": tokens, "max_tokens": max_tokens, "stream": false, "kv_transfer_params": params})
 }
 
 impl ServePair {
     /// Of two instances that are set up differently.
-    fn unequal(mode: &'static str, prefill: &[&str], decode: &[&str]) -> ServePair {
+    pub(crate) fn unequal(mode: &'static str, prefill: &[&str], decode: &[&str]) -> ServePair {
         let start = |role, more: &[&str]| {
             let args = [&["--role", role, "--mode", mode, "--set", PATIENT], more].concat();
             ServeProcess::serve(&args)
@@ -28,7 +28,7 @@ impl ServePair {
     }
 
     /// What the prefill answers a prompt with, and the parameters among it.
-    fn prefilled(&self, id: &str, tokens: &[u32]) -> (Value, Value) {
+    pub(crate) fn prefilled(&self, id: &str, tokens: &[u32]) -> (Value, Value) {
         let (status, body) = self.prefill.post(PATH, id, &leg(tokens, 1, &nixl()));
         assert_eq!(status, 200, "{body}");
         let answer: Value = serde_json::from_str(&body).expect("JSON");

@@ -3,6 +3,7 @@
 mod carried;
 mod process;
 
+use carried::{PATH, leg};
 use process::ServeProcess;
 use serde_json::{Value, json};
 use std::fs::{self, Permissions};
@@ -277,21 +278,15 @@ fn moriio_peers_are_served_where_there_are_some_and_native_ones_everywhere() {
 fn who_has_another_secret_or_none_is_told_why() {
     let ours = secret("ours", "0123456789abcdef0123456789abcdef");
     let theirs = secret("theirs", "fedcba9876543210fedcba9876543210");
-    for (decode, said) in [
-        (&["--secret-file", &*theirs][..], "the two sides have different secrets"),
-        (&[], "a proof of the fleet's secret is demanded here"),
+    // A decode with a secret finds it at the seal of the leg, one without at its hello.
+    for (decode, status, said) in [
+        (&["--secret-file", &*theirs][..], 400, "the two sides have different secrets"),
+        (&[], 500, "a proof of the fleet's secret is demanded here"),
     ] {
-        let start = |role, more: &[&str]| {
-            let more = [&["--role", role, "--mode", "push"], more].concat();
-            ServeProcess::serve(&more)
-        };
-        let prefill = start("prefill", &["--secret-file", &ours]);
-        let decode = start("decode", decode);
-        let mut pair =
-            ServePair { prefill, decode, mode: "push", native: true, next: 0, tp: [1; 2] };
-        let (id, _, leg) = pair.legs(&prompt(40, 1));
-        let (status, body) = pair.decode.post("/v1/completions", &id, &leg);
-        assert_eq!(status, 500, "{body}");
+        let pair = ServePair::unequal("push", &["--secret-file", &ours], decode);
+        let (_, params) = pair.prefilled("r", &prompt(40, 1));
+        let (found, body) = pair.decode.post(PATH, "r", &leg(&prompt(40, 1), 4, &params));
+        assert_eq!(found, status, "{body}");
         assert!(body.contains(said) && body.contains("secret_file"), "{body}");
     }
 }

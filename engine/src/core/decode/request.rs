@@ -151,8 +151,9 @@ impl Decode {
         self.ask(&id, turn);
     }
 
-    /// The connection of a leg's prefill. Who a leg in MoRIIO's form names may be native all the
-    /// same, which its answer to MoRIIO's handshake says.
+    /// The connection of a leg's prefill. A peer that a leg in MoRIIO's form names may be native all
+    /// the same, which its answer to MoRIIO's handshake says, unless the leg lets nothing else be
+    /// spoken.
     fn connect(
         &mut self,
         id: &RequestId,
@@ -163,7 +164,7 @@ impl Decode {
         let named = match &leg.moriio {
             None => None,
             Some(moriio) => match &moriio.peer {
-                Some(peer) if !only => Some(peer.engine_at(&leg.control)),
+                Some(peer) if !only && !moriio.only => Some(peer.engine_at(&leg.control)),
                 _ => return self.peer_manager.reach_moriio((id, &leg.key), moriio, turn),
             },
         };

@@ -67,7 +67,7 @@ impl MoriioPeers {
         peer: &Arc<MoriioLeg>,
         turn: &mut PeerTurn<'_>,
     ) {
-        if self.fits().is_err() {
+        if self.config.closed.is_some() || self.fits().is_err() {
             return;
         }
         let connection = match mode {
@@ -147,7 +147,7 @@ impl MoriioPeers {
                 return self.unusable(transfer, turn);
             }
             let peer = MoriioRemote { dp_rank: notice.decode_rank(), ..peer.clone() };
-            feed.peer = Arc::new(MoriioLeg { peer: Some(peer), blocks: Vec::new() });
+            feed.peer = Arc::new(MoriioLeg { peer: Some(peer), ..MoriioLeg::default() });
             feed.connection = NOBODY;
         }
         let (mut connection, tag, tokens) = (feed.connection, feed.tag.clone(), feed.tokens);

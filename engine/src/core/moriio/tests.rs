@@ -27,7 +27,7 @@ fn peer(port: u16) -> MoriioLeg {
         dp_rank: 0,
         shape: ParallelSizes { dp_size_local: 0, tp_size: 1 },
     };
-    MoriioLeg { peer: Some(peer), blocks: Vec::new() }
+    MoriioLeg { peer: Some(peer), ..MoriioLeg::default() }
 }
 
 #[test]

@@ -104,6 +104,106 @@ fn events_of_a_page_have_their_causes_before_them_and_messages_both_ends() {
     assert!(!data["changes"].as_array().unwrap().is_empty());
 }
 
+/// Places in a request of an overview, see `request` in `overview.rs`.
+const ASKED: usize = 1;
+const ENDED: usize = 6;
+const WELL: usize = 7;
+const EVENT: usize = 8;
+const TRANSFER: usize = 9;
+
+#[test]
+fn overview_has_the_stages_of_each_request_and_the_use_of_each_link() {
+    let folder = ProgramFolder::new("pictures-overview");
+    let (html, file) = (folder.path("run.html"), bundled("smoke/push.toml"));
+    let ended = kvferry(["run", &file, "--html", &html, "--json"]);
+    let outcome: Value = serde_json::from_str(ended.out.trim()).expect("one object");
+    let (_, data) = page(&html);
+    assert_eq!(data["opens"], "overview");
+    let overview = &data["overview"];
+    let requests = overview["requests"].as_array().expect("a list");
+    assert_eq!(requests.len() as u64, outcome["requests"].as_u64().unwrap());
+    for request in requests {
+        let at = |place: usize| request[place].as_i64().unwrap();
+        let times: Vec<i64> = (ASKED..=ENDED).map(at).collect();
+        assert!(times.is_sorted() && times[0] >= 0, "stages follow each other: {request}");
+        assert_eq!(request[WELL], true, "{request}");
+        // One click leads to its messages.
+        let event = &events(&data)[at(EVENT) as usize];
+        assert_eq!(word(&data, "labels", event, LABEL), format!("client {} asks", request[0]));
+        assert!(event[TRANSFERS].as_array().unwrap().contains(&request[TRANSFER]), "{request}");
+    }
+    let (from, to) = (overview["from"].as_u64().unwrap(), overview["to"].as_u64().unwrap());
+    assert!(from < to && to >= requests.last().unwrap()[ENDED].as_u64().unwrap());
+    let mut moved = 0;
+    for link in overview["links"]["rows"].as_array().unwrap() {
+        let bins = link["bins"].as_array().unwrap().iter().map(|bytes| bytes.as_u64().unwrap());
+        assert_eq!(bins.sum::<u64>(), link["bytes"].as_u64().unwrap());
+        assert!(link["from"].as_str().unwrap().starts_with('p'), "push: {link}");
+        moved += link["bytes"].as_u64().unwrap();
+    }
+    assert_eq!(moved, outcome["bytes_moved"].as_u64().unwrap());
+    let waits: Vec<u64> =
+        overview["ttft"].as_array().unwrap().iter().map(|wait| wait.as_u64().unwrap()).collect();
+    assert_eq!(waits.len(), requests.len());
+    // The router gets a token later than the decode has it.
+    let median = waits[waits.len().div_ceil(2) - 1] as f64 / 1e9;
+    let at_decode = outcome["ttft"]["p50"].as_f64().unwrap();
+    assert!(median > at_decode && median < 2.0 * at_decode, "{median} {at_decode}");
+    assert!(overview["marks"].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn sequence_of_a_run_that_held_begins_at_its_first_fault_or_transfer() {
+    let folder = ProgramFolder::new("pictures-focus");
+    let (_, _, data) = run_page(&folder, &bundled("faults/mixed.toml"));
+    let kind = |event| word(&data, "kinds", event, KIND);
+    let focus = data["focus"].as_u64().unwrap() as usize;
+    let first = events(&data).iter().position(|event| kind(event) == "fault");
+    assert_eq!(Some(focus), first);
+    let overview = &data["overview"];
+    assert_eq!(
+        overview["marks"].as_array().unwrap().len() as u64,
+        data["faults"].as_u64().unwrap()
+    );
+    assert!(overview["own_requests"].as_u64().unwrap() > 0, "those after the faults are not drawn");
+    assert!(overview["requests"].as_array().unwrap().iter().any(|it| it[WELL] == false));
+
+    let folder = ProgramFolder::new("pictures-focus-smoke");
+    let (_, _, data) = run_page(&folder, &bundled("smoke/pull.toml"));
+    let event = &events(&data)[data["focus"].as_u64().unwrap() as usize];
+    assert_eq!(word(&data, "labels", event, LABEL), "Dispatch");
+    assert!(!event[TRANSFERS].as_array().unwrap().is_empty());
+}
+
+#[test]
+fn label_of_each_event_is_explained() {
+    let folder = ProgramFolder::new("pictures-labels");
+    let files = [
+        "smoke/push.toml",
+        "smoke/pull.toml",
+        "smoke/preempt-decode.toml",
+        "faults/mixed.toml",
+        "faults/no-copy.toml",
+        "faults/port-flaps.toml",
+        "faults/rank-crash.toml",
+        "swarm.toml",
+    ];
+    for name in files {
+        let html = folder.path("run.html");
+        let ended = kvferry(["run", &bundled(name), "--seed", "3", "--html", &html, "--force"]);
+        assert!(ended.err.is_empty(), "{name}: {ended:?}");
+        let (_, data) = page(&html);
+        let labels = data["labels"].as_array().unwrap();
+        for (label, meaning) in labels.iter().zip(data["meanings"].as_array().unwrap()) {
+            let label = label.as_str().unwrap();
+            let is_name = label.starts_with(|first: char| first.is_uppercase())
+                || label.starts_with("sends ") && !label.contains("a frame")
+                || label.starts_with("gets ") && !label.contains("a frame");
+            assert!(!is_name || meaning.is_string(), "{name}: {label} is not explained");
+        }
+    }
+}
+
 #[test]
 fn a_page_says_what_it_leaves_out_of_a_long_run() {
     let folder = ProgramFolder::new("pictures-long");
@@ -126,6 +226,7 @@ fn a_page_says_what_it_leaves_out_of_a_long_run() {
     let ended = kvferry(["export", &recording, "--html", &html, "--at", "1h", "--force"]);
     assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{ended:?}");
     let (_, data) = page(&html);
+    assert_eq!(data["opens"], "sequence");
     let left = data["left"].as_str().unwrap();
     assert!(left.contains(" 0 after"), "{left}");
     assert!(!data["base"].as_array().unwrap().is_empty() || data["focus"] == 9_999);
@@ -211,7 +312,7 @@ fn what_a_seed_draws_is_a_file_with_the_same_trace() {
         let source = bundled(file);
         for seed in seeds.map(|seed: u64| seed.to_string()) {
             let drawn = folder.path("drawn.toml");
-            let ended = kvferry(["draw", &source, "--seed", &seed, "--out", &drawn]);
+            let ended = kvferry(["draw", &source, "--seed", &seed, "--out", &drawn, "--force"]);
             assert_eq!((ended.code, ended.err.as_str()), (0, ""), "{file} {seed}: {ended:?}");
             // The file has its own seed.
             let ended = kvferry(["run", &drawn, "--json"]);

@@ -31,11 +31,11 @@ pub(crate) struct ExportArgs {
     #[cfg(feature = "simulator")]
     #[arg(requires = "html", conflicts_with_all = ["live", "out"])]
     pub(crate) recording: Option<PathBuf>,
-    /// File for a page that shows the recording, message by message
+    /// File for a page of the recording: an overview of its requests, and all messages in sequence
     #[cfg(feature = "simulator")]
     #[arg(long, value_name = "FILE", requires = "recording")]
     pub(crate) html: Option<PathBuf>,
-    /// The time at which the page opens, such as 12.5ms; without it where the run went wrong
+    /// The time at which the page opens, such as 12.5ms; without it it begins with the overview
     #[cfg(feature = "simulator")]
     #[arg(long, value_name = "TIME", requires = "html", value_parser = crate::simulator::time)]
     pub(crate) at: Option<Nanos>,

@@ -39,7 +39,7 @@ pub(crate) struct RunArgs {
     /// Keep every input and effect of the one scenario in this file, for `replay`
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
-    /// Write a page that shows the one scenario, message by message
+    /// Write a page of the one scenario: an overview of its requests, and all messages in sequence
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
     #[command(flatten)]

@@ -17,8 +17,10 @@ WIDTH, HEIGHT = 1500, 900
 # Colours of the page, see page.html.
 MESSAGE, LANDING, FAULT, VIOLATION, CHOSEN = "41586f", "1f8a4c", "e07b00", "f9d6d3", "ffe066"
 LOST, LED = "b3261e", "fff3bf"
+COMPUTED, DECODING, PRESSED = "5b8def", "b89bd9", "2f4a66"
 # Pixels of each that the legend does not have.
-LEAST = {MESSAGE: 300, LANDING: 400, FAULT: 90, VIOLATION: 2000, CHOSEN: 5000, LOST: 20, LED: 2000}
+LEAST = {MESSAGE: 300, LANDING: 400, FAULT: 90, VIOLATION: 2000, CHOSEN: 5000, LOST: 20, LED: 2000,
+         COMPUTED: 400, DECODING: 400, PRESSED: 200}
 
 
 def pixels(png: bytes) -> collections.Counter:
@@ -104,11 +106,11 @@ class Pages(unittest.TestCase):
 
     def test_a_failing_run_shows_its_violation_and_what_led_to_it(self):
         page = self.page("faults/no-copy.toml")
-        text = self.text(page)
+        text = self.text(page, "#sequence")
         for told in ["correctness", "uses wrong KV", "I1-no-foreign-bytes", "What led to it", "fabric.no_copy",
                      "d0 rank 0", "blocks land", "group 0: "]:
             self.assertIn(told, text)
-        self.drawn(self.colours(page), MESSAGE, LANDING, VIOLATION, CHOSEN, LED)
+        self.drawn(self.colours(page, "#sequence"), MESSAGE, LANDING, VIOLATION, CHOSEN, LED)
 
     def test_a_run_that_held_shows_faults_and_lost_messages(self):
         page = self.page("faults/mixed.toml")
@@ -129,6 +131,22 @@ class Pages(unittest.TestCase):
         self.assertIn("filtered out", text)
         self.assertIn(data["transfers"][transfer], text)
         self.drawn(self.colours(page, f"#event={landing}&transfer={transfer}"), MESSAGE, LANDING, CHOSEN)
+
+    def test_the_overview_shows_each_request_and_leads_to_its_messages(self):
+        page = self.page("smoke/push.toml")
+        text = self.text(page)
+        for told in ["handed over", "client 23", "p0 to d0", "p50", "at the first transfer: Dispatch", "longest are"]:
+            self.assertIn(told, text)
+        self.drawn(self.colours(page), LANDING, COMPUTED, DECODING, PRESSED)
+
+        # A click on the bar of a request: its messages, and those of no other.
+        clicked = page.with_name("clicked.html")
+        click = '<script>document.querySelectorAll("#requests .bar")[3].dispatchEvent(new MouseEvent("click"));</script>'
+        clicked.write_text(page.read_text().replace("</html>", click + "</html>"))
+        text = self.text(clicked)
+        for told in ["client 3 asks", "filtered out", "What comes of it"]:
+            self.assertIn(told, text)
+        self.drawn(self.colours(clicked), MESSAGE, LANDING, CHOSEN)
 
 
 if __name__ == "__main__":

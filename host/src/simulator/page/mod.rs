@@ -1,8 +1,12 @@
-//! A recorded run as one page that needs nothing else: a sequence diagram with filters, causes and
-//! the state of the KV blocks.
+//! A recorded run as one page that needs nothing else: an overview of requests and links, and a sequence
+//! diagram with filters, causes and the state of the KV blocks.
+
+mod overview;
 
 use crate::process::{CommandError, Overwrite};
-use crate::simulator::timeline::{BlockUse, EventKind, Lane, Timeline, TimelineEvent, read};
+use crate::simulator::timeline::{
+    BlockUse, EventKind, Lane, Timeline, TimelineEvent, meaning, read,
+};
 use kvferry_engine::core::Nanos;
 use kvferry_sim::world::Recording;
 use serde_json::{Value, json};
@@ -39,7 +43,8 @@ const STATES: [BlockUse; 6] = [
 const OUTSIDE: i64 = -2;
 const NONE: i64 = -1;
 
-/// Writes the page of a recording; it opens at a time, or else where the run went wrong.
+/// Writes the page of a recording. It opens with the overview, or at a time; its sequence begins where
+/// the run went wrong, else at the first fault or transfer.
 ///
 /// # Errors
 /// A recording that cannot be read, or a file that exists or cannot be written.
@@ -86,11 +91,14 @@ fn data(timeline: &Timeline, at: Option<Nanos>) -> Value {
         "violations": of(EventKind::Violation),
         "left": left_out(timeline, &shown),
         "focus": focus - shown.start,
+        "opens": if at.is_some() { "sequence" } else { "overview" },
+        "overview": overview::data(timeline, &shown),
         "kinds": KINDS.map(|(_, name)| name),
         "states": STATES,
         "lanes": timeline.lanes.iter().map(|(_, name)| name).collect::<Vec<_>>(),
         "folds": folds(timeline),
         "transfers": timeline.transfers,
+        "meanings": labels.list.iter().map(|label| meaning(label)).collect::<Vec<_>>(),
         "labels": labels.list,
         "events": events,
         "pools": timeline.pools,

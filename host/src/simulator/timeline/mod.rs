@@ -4,12 +4,16 @@
 mod blocks;
 mod causes;
 mod lane;
+mod meanings;
 mod reader;
+mod requests;
 mod words;
 
 pub(crate) use blocks::{BlockChange, BlockUse};
 pub(crate) use lane::Lane;
+pub(crate) use meanings::meaning;
 pub(crate) use reader::read;
+pub(crate) use requests::{LinkBytes, RequestSpan};
 
 use kvferry_engine::core::Nanos;
 use serde::Serialize;
@@ -61,6 +65,9 @@ pub(crate) struct TimelineEvent {
     pub(crate) detail: String,
 }
 
+/// How the label of the event begins at which all faults are over.
+const LIVENESS_PHASE: &str = "liveness phase";
+
 /// Most bytes of the text of an event.
 pub(crate) const DETAIL_MAX: usize = 400;
 
@@ -89,6 +96,10 @@ pub(crate) struct Timeline {
     pub(crate) pools: Vec<PoolSize>,
     /// By event.
     pub(crate) changes: Vec<BlockChange>,
+    /// By arrival.
+    pub(crate) requests: Vec<RequestSpan>,
+    /// By time.
+    pub(crate) landed: Vec<LinkBytes>,
 }
 
 impl Timeline {
@@ -108,15 +119,28 @@ impl Timeline {
         self.events.iter().position(|event| event.kind == kind)
     }
 
-    /// The event at which a look at this run begins: what went wrong in it first, else the first
-    /// request.
+    /// When the faults were over and the liveness phase began.
+    pub(crate) fn settled(&self) -> Option<Nanos> {
+        let begins = |event: &&TimelineEvent| event.label.starts_with(LIVENESS_PHASE);
+        let phases = self.events.iter().filter(|event| event.kind == EventKind::Phase);
+        phases.into_iter().find(begins).map(|event| event.at)
+    }
+
+    /// The event at which a look at this run begins: what went wrong in it first, else the first fault,
+    /// else the first transfer.
     pub(crate) fn focus(&self) -> usize {
         let wrong = self.first_of(EventKind::Violation);
         let ended = || {
             let is_bad = self.verdict.as_deref().is_some_and(|verdict| verdict != "held");
             is_bad.then(|| self.events.len().saturating_sub(1))
         };
-        let asked = || self.events.iter().position(|event| event.lane == Some(Lane::Clients));
-        wrong.or_else(ended).or_else(asked).unwrap_or(0)
+        let fault = || self.first_of(EventKind::Fault);
+        let transfer = || {
+            let begins = |event: &TimelineEvent| {
+                event.kind == EventKind::Effect && !event.is_minor && !event.transfers.is_empty()
+            };
+            self.events.iter().position(begins)
+        };
+        wrong.or_else(ended).or_else(fault).or_else(transfer).unwrap_or(0)
     }
 }

@@ -2,8 +2,9 @@
 
 use super::blocks::{BlockOwners, BlockUse};
 use super::causes::CauseIndex;
+use super::requests::RequestStages;
 use super::words::{EventWords, Names, cut, frame, words};
-use super::{EventKind, Lane, PoolSize, Timeline, TimelineEvent};
+use super::{EventKind, LIVENESS_PHASE, Lane, PoolSize, Timeline, TimelineEvent};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::message::{DecodeHook, PrefillHook};
@@ -11,7 +12,8 @@ use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::core::router::{LegBody, RouterEffect};
 use kvferry_sim::replay::ReplayError;
 use kvferry_sim::world::{
-    MachineEffect, MachineInput, RecordedDetail, RecordedEvent, Recording, Sight, frame_digest,
+    MachineEffect, MachineId, MachineInput, RecordedDetail, RecordedEvent, Recording, Sight,
+    frame_digest,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -38,6 +40,7 @@ struct TimelineReader {
     timeline: Timeline,
     causes: CauseIndex,
     owners: BlockOwners,
+    stages: RequestStages,
     /// Indices of transfers by their names.
     known: BTreeMap<String, u32>,
     /// Transfers of the requests of each instance.
@@ -92,7 +95,7 @@ impl TimelineReader {
                 self.causes.add_record(record.seq, index);
             }
             RecordedDetail::Settled(core) => {
-                let label = format!("liveness phase: {} have to make progress", core.join(", "));
+                let label = format!("{LIVENESS_PHASE}: {} have to make progress", core.join(", "));
                 self.push(event(record.t, EventKind::Phase, None, label));
             }
             RecordedDetail::Saw(sight) => self.sight(record.t, sight),
@@ -147,6 +150,14 @@ impl TimelineReader {
             }
         }
         self.follow(record, index, &transfers);
+        let place = match record.actor {
+            MachineId::Transfer(instance, rank) => (instance, rank),
+            _ => (lane.instance().unwrap_or_default(), 0),
+        };
+        let requests = &self.requests;
+        self.stages.machine(record.t, place, &record.detail, |request| {
+            requests.get(&(place.0, request.0.to_string())).copied()
+        });
     }
 
     /// Transfers that a record names, itself or by what is known to belong to one.
@@ -220,6 +231,7 @@ impl TimelineReader {
                 let Some(transfer) = first else { return };
                 self.causes.dispatched(transfer, matches!(body, LegBody::Prefill { .. }), index);
                 self.legs.insert(leg.0, transfer);
+                self.stages.dispatched(client.0, leg.0, transfer);
                 let of_client = self.clients.entry(client.0).or_default();
                 if !of_client.contains(&transfer) {
                     of_client.push(transfer);
@@ -323,8 +335,10 @@ impl TimelineReader {
                 let label = format!("client {client} asks");
                 let index = self.push(event(at, EventKind::Input, Some(Lane::Clients), label));
                 self.causes.asked(client.0, index);
+                self.stages.asked(at, client.0, index);
             }
             Sight::Answered { client, answer } => {
+                self.stages.answered(at, client.0, answer);
                 let index = self.push(TimelineEvent {
                     cause: self.causes.number(Lane::Router, "client", client.0),
                     transfers: self.clients.get(&client.0).cloned().unwrap_or_default(),
@@ -351,6 +365,7 @@ impl TimelineReader {
         };
         let transfer = owner(target, written).or_else(|| owner(source, read));
         let index = self.timeline.events.len() as u32;
+        self.stages.arrived(now, *at, *op, [source.0, target.0]);
         let submitted = self.causes.landed(Lane::rank(*at), *op, index);
         if let Some(submitted) = submitted {
             let submitted = &mut self.timeline.events[submitted as usize];
@@ -455,7 +470,9 @@ impl TimelineReader {
 
     fn into_timeline(mut self) -> Timeline {
         self.timeline.changes = std::mem::take(&mut self.owners.changes);
-        self.order();
+        let place = self.order();
+        let stages = std::mem::take(&mut self.stages);
+        (self.timeline.requests, self.timeline.landed) = stages.finish(&place);
         let lanes: BTreeSet<Lane> = self
             .timeline
             .events
@@ -472,8 +489,9 @@ impl TimelineReader {
         self.timeline
     }
 
-    /// Puts events into the order of time; violations are told at the end.
-    fn order(&mut self) {
+    /// Puts events into the order of time; violations are told at the end. Returns the new index of
+    /// each event.
+    fn order(&mut self) -> Vec<u32> {
         let timeline = &mut self.timeline;
         let mut order: Vec<u32> = (0..timeline.events.len() as u32).collect();
         order.sort_by_key(|index| timeline.events[*index as usize].at);
@@ -490,6 +508,7 @@ impl TimelineReader {
         }
         timeline.changes.sort_by_key(|change| change.event);
         timeline.events.sort_by_key(|event| event.at);
+        place
     }
 
     /// Says of violations which transfers their texts name, and what was before in these, or else

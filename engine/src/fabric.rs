@@ -573,6 +573,9 @@ pub trait ControlPlane: Send {
     /// `Busy` when the bounded queue is full, `Gone` for a link that is down.
     fn send(&mut self, link: LinkId, parts: &[&[u8]]) -> Result<(), Refused>;
 
+    /// Lifts the limit for messages of a link whose peer has proven nothing, if the plane has one.
+    fn admit(&mut self, _link: LinkId) {}
+
     /// Closes a link; no event follows.
     fn hang_up(&mut self, link: LinkId);
 

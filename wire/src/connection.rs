@@ -41,6 +41,10 @@ pub(crate) struct ZmqConnection {
     /// Nobody listens to it any more; it still says what was queued before.
     pub(crate) is_hung_up: bool,
     pub(crate) reader: ZmtpReader,
+    /// Bytes that were taken of the kernel and not read: there was no room for their messages.
+    pub(crate) unread: Vec<u8>,
+    /// Messages since its source last had room for all of its own.
+    pub(crate) in_flood: usize,
     pub(crate) queued: Arc<SendQueueDepth>,
     /// Bytes of memory that its unfinished message was last seen to have.
     pub(crate) unfinished: usize,
@@ -85,6 +89,8 @@ impl ZmqConnection {
             patience: Duration::ZERO,
             is_hung_up: false,
             reader: ZmtpReader::new(own),
+            unread: Vec::new(),
+            in_flood: 0,
             queued,
             unfinished: 0,
             unsent: 0,

@@ -2,7 +2,7 @@
 
 use crate::connection::{ZmqConnection, ZmqPhase};
 use crate::shared::{CONNECTION_CUTS, SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use crate::zmtp::ZmtpEvent;
+use crate::zmtp::{MESSAGE_MAX, ZmtpEvent};
 use kvferry_engine::fabric::{LinkId, LinkKind};
 use kvferry_engine::source::{PeerSource, SourceBudget};
 use kvferry_fabric_common::{ACCEPT_PAUSE, AcceptFailures};
@@ -69,6 +69,10 @@ pub(crate) enum ZmqCommand {
         link: LinkId,
         message: Vec<u8>,
     },
+    /// Messages of the link may be as long as any.
+    Admit {
+        link: LinkId,
+    },
     HangUp {
         link: LinkId,
     },
@@ -88,6 +92,8 @@ pub(crate) struct ZmqIoThread {
     wake_pending: Arc<AtomicBool>,
     commands: Receiver<ZmqCommand>,
     pub(crate) inbox: Arc<ZmqEventQueue>,
+    /// What a message costs at most until its link is admitted.
+    unproven_max: usize,
     listeners: Vec<ZmqListener>,
     /// By numbers that are never used again, so that those before are older.
     pub(crate) connections: BTreeMap<u64, ZmqConnection>,
@@ -129,7 +135,7 @@ impl ZmqIoThread {
     pub(crate) fn new(
         (bell, wake_pending): (&OwnedFd, Arc<AtomicBool>),
         commands: Receiver<ZmqCommand>,
-        inbox: Arc<ZmqEventQueue>,
+        (inbox, unproven_max): (Arc<ZmqEventQueue>, usize),
     ) -> io::Result<ZmqIoThread> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         epoll::add(&epoll, bell, epoll::EventData::new_u64(BELL), ready_for())?;
@@ -138,6 +144,7 @@ impl ZmqIoThread {
             wake_pending,
             commands,
             inbox,
+            unproven_max,
             listeners: Vec::new(),
             connections: BTreeMap::new(),
             by_link: BTreeMap::new(),
@@ -257,6 +264,13 @@ impl ZmqIoThread {
                         }
                     }
                 }
+                Ok(ZmqCommand::Admit { link }) => {
+                    if let Some(token) = self.by_link.get(&link)
+                        && let Some(connection) = self.connections.get_mut(token)
+                    {
+                        connection.reader.set_most(MESSAGE_MAX);
+                    }
+                }
                 Ok(ZmqCommand::HangUp { link }) => {
                     if let Some(token) = self.by_link.remove(&link) {
                         self.hang_up(token);
@@ -313,6 +327,7 @@ impl ZmqIoThread {
         let data = epoll::EventData::new_u64(token);
         epoll::add(&self.epoll, &connection.socket, data, ready_for())?;
         self.next += 1;
+        connection.reader.set_most(self.unproven_max);
         let deadline = Instant::now() + wait;
         (connection.deadline, connection.patience) = (Some(deadline), wait);
         self.deadlines.insert((deadline, token));

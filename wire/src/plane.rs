@@ -3,7 +3,7 @@
 use crate::address::{bind, resolve};
 use crate::io::{ZmqCommand, ZmqIoThread};
 use crate::shared::{SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use crate::zmtp::encode;
+use crate::zmtp::{UNPROVEN_MAX, encode};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{
     ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused,
@@ -28,6 +28,9 @@ pub struct WireConfig {
     pub ports: BTreeMap<LinkKind, u16>,
     /// A connection, and then the answer to a greeting, that takes longer has failed.
     pub dial: Duration,
+    /// What a message costs at most until [`ControlPlane::admit`] of its link, in bytes and 64 for each
+    /// part; [`zmtp::MESSAGE_MAX`](crate::zmtp::MESSAGE_MAX) from then on.
+    pub unproven_max: usize,
 }
 
 impl Default for WireConfig {
@@ -36,6 +39,7 @@ impl Default for WireConfig {
             host: "127.0.0.1".into(),
             ports: BTreeMap::new(),
             dial: Duration::from_secs(2),
+            unproven_max: UNPROVEN_MAX,
         }
     }
 }
@@ -69,7 +73,7 @@ impl ZmqPlane {
         let inbox = Arc::<ZmqEventQueue>::default();
         let rung = Arc::<AtomicBool>::default();
         let rings = (&bell, rung.clone());
-        let io = ZmqIoThread::new(rings, receiver, inbox.clone())?;
+        let io = ZmqIoThread::new(rings, receiver, (inbox.clone(), config.unproven_max))?;
         let thread = std::thread::Builder::new().name("kvferry-wire".into()).spawn(|| io.run())?;
         Ok(ZmqPlane {
             config,
@@ -155,6 +159,13 @@ impl ControlPlane for ZmqPlane {
             return Err(Refused::Busy);
         }
         self.tell(ZmqCommand::Send { link, message: encode(parts) })
+    }
+
+    fn admit(&mut self, link: LinkId) {
+        if self.links.contains_key(&link) {
+            // Without the thread nothing is read.
+            let _ = self.tell(ZmqCommand::Admit { link });
+        }
     }
 
     fn hang_up(&mut self, link: LinkId) {

@@ -9,9 +9,11 @@
 //!    frames, each sealed      <---------->
 //! ```
 //!
-//! What MoRIIO peers say goes by as it is: they have no secret.
+//! What MoRIIO peers say goes by as it is: they have no secret. Messages of a link on which nothing was
+//! proven are short ([`UNPROVEN_MAX`]): what strangers say costs little.
 
 use crate::seal::{ProofFrame, SealedLink};
+use crate::zmtp::UNPROVEN_MAX;
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::ids::Incarnation;
@@ -32,6 +34,9 @@ const PURPOSE: &str = "native hello";
 /// Who asked, and said no hello.
 const NO_MORIIO: &str = "a peer that speaks MoRIIO only asked where the KV lies, and there are no such \
     peers here: moriio_peers true lets them in, who can prove nothing";
+
+/// What a proof adds to its hello at most.
+const PROOF_BYTES: usize = 1_024;
 
 /// Most frames that wait for a proof.
 const WAITING_MAX: usize = 64;
@@ -118,7 +123,18 @@ impl<P: ControlPlane> ProvenPlane<P> {
 
     /// Says hello with an offer, and keeps what is said before the proof.
     fn offer(&mut self, link: LinkId, hello: &[u8]) -> Result<(), Refused> {
-        let Some(secret) = self.proof.secret() else { return self.plane.send(link, &[hello]) };
+        let Some(secret) = self.proof.secret() else {
+            self.plane.admit(link);
+            return self.plane.send(link, &[hello]);
+        };
+        if hello.len() > UNPROVEN_MAX - PROOF_BYTES {
+            let why = format!(
+                "the hello of this engine has {} bytes, and peers read at most {UNPROVEN_MAX} before a \
+                 proof: give it fewer TP ranks or regions",
+                hello.len()
+            );
+            self.proof.warn_of_refusal(&self.name, &why);
+        }
         let offer = secret.offer().map_err(|why| Refused::Invalid(why.to_string().into()))?;
         self.plane.send(link, &[&ProofFrame::Offer(offer.clone()).encode(), hello])?;
         let (hello, waiting) = (hello.to_vec(), Vec::new());
@@ -213,6 +229,8 @@ impl<P: ControlPlane> ProvenPlane<P> {
             Ok(confirmed) => confirmed,
             Err(why) => return self.give_up(link, &why.to_string()),
         };
+        // Before the other side can send anything longer.
+        self.plane.admit(link);
         if self.plane.send(link, &[&ProofFrame::Confirmation(proof).encode()]).is_err() {
             return None;
         }
@@ -240,6 +258,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
         };
         match expected.check(proof) {
             Ok(session) => {
+                self.plane.admit(link);
                 self.links.insert(link, LinkProof::Proven(SealedLink::new(link, session)));
                 Some(vec![hello])
             }
@@ -266,6 +285,9 @@ impl<P: ControlPlane> ProvenPlane<P> {
     fn on_unproven(&mut self, link: LinkId, parts: Vec<Vec<u8>>) -> Option<Vec<Vec<u8>>> {
         if !self.proof.is_demanded() {
             self.links.insert(link, LinkProof::Unproven);
+            if link.is_inbound() && parts.iter().any(|part| native::is_hello(part)) {
+                self.plane.admit(link);
+            }
             return Some(parts);
         }
         let frame = parts.last()?;

@@ -3,6 +3,7 @@
 use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
 use kvferry_engine::source::{PeerSource, SourceBudget};
 use kvferry_fabric_common::lock;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::task::Waker;
@@ -13,6 +14,17 @@ pub(crate) const QUEUE_MAX: u32 = 16_384;
 /// Bytes of memory that messages may have until the plane takes them. Who has its share of them is
 /// read no further, and its sender feels it.
 const INBOX_MAX: usize = 128 << 20;
+
+/// Messages that the plane is given at a time: what it costs it to take them does not depend on their
+/// bytes. A source that has its share of them is read no further until then.
+const TURN_MESSAGES: usize = 16_384;
+
+/// Turns in a row in which a source had its share of messages and more to say. Then the connection of
+/// it that said most is cut: no peer has as many messages under way.
+const FLOOD_TURNS: u32 = 16;
+
+/// Fewest messages of a source in a turn that count as a flood, however much others have said.
+const FLOOD_MESSAGES: usize = 256;
 
 /// What any piece of news costs in bytes of memory.
 const NEWS_COST: usize = 256;
@@ -31,6 +43,8 @@ pub struct ConnectionCuts {
     pub greetings: AtomicU64,
     /// Its source had its share of all connections.
     pub connections: AtomicU64,
+    /// Its source said more messages than were taken of it for many turns, and it said most of them.
+    pub flood: AtomicU64,
     /// What it said is not what is spoken here.
     pub protocol: AtomicU64,
 }
@@ -42,18 +56,20 @@ pub static CONNECTION_CUTS: ConnectionCuts = ConnectionCuts {
     unread: AtomicU64::new(0),
     greetings: AtomicU64::new(0),
     connections: AtomicU64::new(0),
+    flood: AtomicU64::new(0),
     protocol: AtomicU64::new(0),
 };
 
 impl ConnectionCuts {
     /// Each cause with how many there were.
-    pub fn by_cause(&self) -> [(&'static str, u64); 6] {
+    pub fn by_cause(&self) -> [(&'static str, u64); 7] {
         [
             ("too-long", &self.too_long),
             ("unfinished", &self.unfinished),
             ("unread", &self.unread),
             ("greetings", &self.greetings),
             ("connections", &self.connections),
+            ("flood", &self.flood),
             ("protocol", &self.protocol),
         ]
         .map(|(cause, count)| (cause, count.load(Ordering::Relaxed)))
@@ -90,8 +106,30 @@ struct ZmqInbox {
     news: Vec<ZmqLinkEvent>,
     waker: Option<Waker>,
     bytes: SourceBudget,
+    /// Messages since the plane took the last ones.
+    messages: SourceBudget,
+    /// Sources that had more to say than there was room for messages, since then and for how many
+    /// turns before.
+    full: BTreeSet<PeerSource>,
+    floods: BTreeMap<PeerSource, u32>,
     /// Somebody is not read because it has its share.
     is_awaited: bool,
+}
+
+/// What may be read of a source before the plane has taken what there is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ReadRoom {
+    /// Messages; 0 if nothing may be read.
+    pub(crate) messages: usize,
+    /// Turns in a row before this one in which it had more to say than there was room for.
+    pub(crate) full_turns: u32,
+}
+
+impl ReadRoom {
+    /// True if one of its connections is to be cut.
+    pub(crate) const fn is_flooded(self) -> bool {
+        self.full_turns >= FLOOD_TURNS
+    }
 }
 
 /// News for the plane, and who waits for them.
@@ -105,6 +143,9 @@ impl Default for ZmqEventQueue {
             news: Vec::new(),
             waker: None,
             bytes,
+            messages: SourceBudget::new(TURN_MESSAGES),
+            full: BTreeSet::new(),
+            floods: BTreeMap::new(),
             is_awaited: false,
         }))
     }
@@ -124,6 +165,8 @@ impl ZmqEventQueue {
             let mut inner = self.lock();
             let cost = bytes + news.len() * NEWS_COST;
             inner.bytes.change(from, 0, cost);
+            let messages = news.iter().filter(|it| matches!(it, ZmqLinkEvent::Frame { .. }));
+            inner.messages.change(from, 0, messages.count());
             inner.news.append(news);
             inner.waker.clone()
         };
@@ -132,18 +175,37 @@ impl ZmqEventQueue {
         }
     }
 
-    /// True if more of a source may be read. If not, [`ZmqEventQueue::take`] will tell.
-    pub(crate) fn has_room(&self, source: PeerSource) -> bool {
-        let mut inner = self.lock();
-        let has_room = inner.bytes.room(source) > 0;
-        inner.is_awaited |= !has_room;
-        has_room
+    /// What of a source may be read. If nothing, [`ZmqEventQueue::take`] tells when that changes.
+    pub(crate) fn room(&self, source: PeerSource) -> ReadRoom {
+        let inner = &mut *self.lock();
+        // Each counts twice: its source has it, and it is free for nobody else.
+        let mut messages = inner.messages.room(source).div_ceil(2);
+        if messages == 0 && inner.messages.of(source) >= FLOOD_MESSAGES {
+            inner.full.insert(source);
+        }
+        if inner.bytes.room(source) == 0 {
+            messages = 0;
+        }
+        inner.is_awaited |= messages == 0;
+        ReadRoom { messages, full_turns: inner.floods.get(&source).copied().unwrap_or(0) }
+    }
+
+    /// A connection of a source that flooded was cut: others of it have as many turns again.
+    pub(crate) fn cut_flood(&self, source: PeerSource) {
+        let inner = &mut *self.lock();
+        inner.floods.remove(&source);
+        inner.full.remove(&source);
     }
 
     /// All news, and whether somebody waits for their place.
     pub(crate) fn take(&self) -> (Vec<ZmqLinkEvent>, bool) {
-        let mut inner = self.lock();
+        let inner = &mut *self.lock();
         inner.bytes.clear();
+        inner.messages.clear();
+        inner.floods.retain(|source, _| inner.full.contains(source));
+        for source in std::mem::take(&mut inner.full) {
+            *inner.floods.entry(source).or_default() += 1;
+        }
         (std::mem::take(&mut inner.news), std::mem::take(&mut inner.is_awaited))
     }
 

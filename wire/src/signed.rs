@@ -349,6 +349,10 @@ impl<P: ControlPlane> ControlPlane for SignedPlane<P> {
         }
     }
 
+    fn admit(&mut self, link: LinkId) {
+        self.plane.admit(link);
+    }
+
     fn hang_up(&mut self, link: LinkId) {
         self.links.remove(&link);
         self.plane.hang_up(link);

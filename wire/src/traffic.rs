@@ -32,40 +32,73 @@ impl ZmqIoThread {
             connection.is_due = false;
             return;
         }
-        let source = connection.source;
-        if !connection.is_hung_up && !self.inbox.has_room(source) {
-            self.waiting.push(token);
-            return;
+        let (source, is_hung_up) = (connection.source, connection.is_hung_up);
+        let mut messages = usize::MAX;
+        if !is_hung_up {
+            let room = self.inbox.room(source);
+            if room.messages == 0 {
+                self.waiting.push(token);
+                if room.is_flooded() {
+                    self.cut_flood(source);
+                }
+                return;
+            }
+            messages = room.messages;
+            if room.full_turns == 0 {
+                connection.in_flood = 0;
+            }
         }
         connection.is_due = false;
-        let count = match recv(&connection.socket, &mut self.chunk[..], RecvFlags::empty()) {
-            Ok((count, _)) => count,
-            Err(Errno::AGAIN) => return,
-            Err(Errno::INTR) => return self.is_due(token),
-            // For the plane it is an end as any other.
-            Err(_) => 0,
+        let mut unread = std::mem::take(&mut connection.unread);
+        let is_from_kernel = unread.is_empty();
+        let bytes = if is_from_kernel {
+            match recv(&connection.socket, &mut self.chunk[..], RecvFlags::empty()) {
+                Ok((0, _)) => return self.close(token),
+                Ok((count, _)) => &self.chunk[..count],
+                Err(Errno::AGAIN) => return,
+                Err(Errno::INTR) => return self.is_due(token),
+                // For the plane it is an end as any other.
+                Err(_) => return self.close(token),
+            }
+        } else {
+            &unread[..]
         };
-        if count == 0 {
-            return self.close(token);
-        }
         // What comes after less than was asked for is told anew.
-        if connection.has_ended || count == self.chunk.len() {
-            connection.is_due = true;
-            self.due.push(token);
-        }
-        if connection.is_hung_up && connection.phase == ZmqPhase::Open {
+        let is_due = !is_from_kernel || connection.has_ended || bytes.len() == self.chunk.len();
+        if is_hung_up && connection.phase == ZmqPhase::Open {
+            if is_due {
+                self.is_due(token);
+            }
             return;
         }
-        let result = connection.reader.read(&self.chunk[..count], &mut self.said);
+        let read = connection.reader.read_some(bytes, messages, &mut self.said);
+        let rest = read.as_ref().map_or(0, |count| bytes.len() - count);
+        connection.in_flood += self.said.len();
+        if is_from_kernel {
+            connection.unread = bytes[bytes.len() - rest..].to_vec();
+        } else {
+            unread.drain(..unread.len() - rest);
+            connection.unread = unread;
+        }
+        if is_due || rest > 0 {
+            self.is_due(token);
+        }
         let bytes = self.sort(token);
         self.inbox.push(&mut self.news, (source, bytes));
-        match result {
+        match read {
             Err(why) => self.refuse(token, why),
-            Ok(()) => {
+            Ok(_) => {
                 self.hold(token);
                 self.flush(token);
             }
         }
+    }
+
+    /// Ends that connection of a source which said most messages since there was no room for them.
+    fn cut_flood(&mut self, source: PeerSource) {
+        CONNECTION_CUTS.flood.fetch_add(1, Ordering::Relaxed);
+        self.cut_largest(source, "more messages than are taken", |it| it.in_flood);
+        self.inbox.cut_flood(source);
     }
 
     /// Makes news of what was said; bytes of memory of the messages among it.
@@ -133,7 +166,7 @@ impl ZmqIoThread {
     /// Keeps account of an unfinished message. If there is too much of them, who has most is cut.
     fn hold(&mut self, token: u64) {
         let Some(connection) = self.connections.get_mut(&token) else { return };
-        let held = connection.reader.held();
+        let held = connection.reader.held() + connection.unread.len();
         let before = std::mem::replace(&mut connection.unfinished, held);
         self.unfinished.change(connection.source, before, held);
         while let Some(largest) = self.unfinished.largest_if_over() {
@@ -165,12 +198,12 @@ impl ZmqIoThread {
         &mut self,
         source: PeerSource,
         what: &str,
-        bytes: impl Fn(&ZmqConnection) -> usize,
+        amount: impl Fn(&ZmqConnection) -> usize,
     ) -> bool {
         let of = self.connections.iter().filter(|(_, it)| it.source == source);
-        let Some((&token, it)) = of.max_by_key(|(_, it)| bytes(it)) else { return false };
-        let (peer, bytes) = (it.peer, bytes(it));
-        tracing::warn!(%peer, bytes, "connection cut: {what}, and this address has most of them");
+        let Some((&token, it)) = of.max_by_key(|(_, it)| amount(it)) else { return false };
+        let (peer, count) = (it.peer, amount(it));
+        tracing::warn!(%peer, count, "connection cut: {what}, and this address has most of them");
         self.close(token);
         true
     }
@@ -182,7 +215,7 @@ impl ZmqIoThread {
         match why {
             ZmtpError::TooLong => {
                 CONNECTION_CUTS.too_long.fetch_add(1, Ordering::Relaxed);
-                let most = crate::zmtp::MESSAGE_MAX;
+                let most = connection.reader.most();
                 tracing::warn!(%peer, most, "connection cut: a message with more bytes, or parts, than one may have");
             }
             ZmtpError::Protocol(what) => {

@@ -21,6 +21,10 @@ const GREETING_BYTES: usize = 64;
 /// for its envelope.
 pub const MESSAGE_MAX: usize = 17 << 20;
 
+/// Longest message of a link on which nothing was proven yet: a hello with the layouts of 64 ranks has
+/// less.
+pub const UNPROVEN_MAX: usize = 1 << 20;
+
 /// What a part costs in memory beside its bytes: its place in the list, which may be twice as long
 /// as it is full, and what the allocator keeps.
 const PART_COST: usize = 64;
@@ -149,6 +153,8 @@ pub struct ZmtpReader {
     /// Parts of a message that is not whole yet, and what they cost.
     parts: Vec<Vec<u8>>,
     cost: usize,
+    /// What a message may cost.
+    most: usize,
 }
 
 impl ZmtpReader {
@@ -156,6 +162,7 @@ impl ZmtpReader {
     pub fn new(own: ZmtpSocket) -> ZmtpReader {
         ZmtpReader {
             own,
+            most: MESSAGE_MAX,
             state: ZmtpState::Opening(false),
             head: [0; GREETING_BYTES],
             head_len: 0,
@@ -170,12 +177,36 @@ impl ZmtpReader {
         self.cost + self.body.as_ref().map_or(0, |(body, ..)| body.capacity())
     }
 
+    /// What a message may cost at most, [`MESSAGE_MAX`] if nothing else was set.
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    /// Sets what a message may cost, from the next part on.
+    pub fn set_most(&mut self, most: usize) {
+        self.most = most;
+    }
+
     /// Reads on.
     ///
     /// # Errors
     /// Why the connection is to be closed.
-    pub fn read(&mut self, mut bytes: &[u8], out: &mut Vec<ZmtpEvent>) -> Result<(), ZmtpError> {
-        while !bytes.is_empty() {
+    pub fn read(&mut self, bytes: &[u8], out: &mut Vec<ZmtpEvent>) -> Result<(), ZmtpError> {
+        self.read_some(bytes, usize::MAX, out).map(|_| ())
+    }
+
+    /// Reads on, and stops behind so many messages. Returns how many bytes were read.
+    ///
+    /// # Errors
+    /// Why the connection is to be closed.
+    pub fn read_some(
+        &mut self,
+        all: &[u8],
+        messages: usize,
+        out: &mut Vec<ZmtpEvent>,
+    ) -> Result<usize, ZmtpError> {
+        let (mut bytes, mut seen, mut left) = (all, out.len(), messages);
+        while !bytes.is_empty() && left > 0 {
             if self.body.is_some() {
                 self.fill(&mut bytes);
             } else {
@@ -184,9 +215,12 @@ impl ZmtpReader {
             if self.body.as_ref().is_some_and(|(_, missing, _)| *missing == 0) {
                 let (body, _, flags) = self.body.take().expect("just seen");
                 self.frame(body, flags, out)?;
+                let is_message = |event: &&ZmtpEvent| matches!(event, ZmtpEvent::Message(..));
+                left -= out[seen..].iter().filter(is_message).count();
+                seen = out.len();
             }
         }
-        Ok(())
+        Ok(all.len() - bytes.len())
     }
 
     /// Reads of the contents what is there.
@@ -261,7 +295,7 @@ impl ZmtpReader {
         }
         let (most, why) = match is_command {
             true => (Some(COMMAND_MAX), ZmtpError::Protocol("a command that is too long")),
-            false => (MESSAGE_MAX.checked_sub(self.cost + PART_COST), ZmtpError::TooLong),
+            false => (self.most.checked_sub(self.cost + PART_COST), ZmtpError::TooLong),
         };
         let len = usize::try_from(len).ok().filter(|len| most.is_some_and(|most| *len <= most));
         let len = len.ok_or(why)?;
@@ -342,6 +376,20 @@ mod tests {
         (Ok(out), most)
     }
 
+    /// The same of bytes that are read a message at a time.
+    fn by_message(mut said: &[u8]) -> Result<Vec<ZmtpEvent>, ZmtpError> {
+        let (mut reader, mut out) = (ZmtpReader::new(ZmtpSocket::Router), Vec::new());
+        while !said.is_empty() {
+            let before = out.len();
+            let count = reader.read_some(said, 1, &mut out)?;
+            let is_message = |event: &&ZmtpEvent| matches!(event, ZmtpEvent::Message(..));
+            let messages = out[before..].iter().filter(is_message).count();
+            assert!(messages == 1 || messages == 0 && count == said.len());
+            said = &said[count..];
+        }
+        Ok(out)
+    }
+
     fn dealer(frames: &[u8]) -> Vec<u8> {
         [&ZmtpSocket::Dealer.opening(), frames].concat()
     }
@@ -408,6 +456,7 @@ mod tests {
             let (whole, _) = heard(&said, usize::MAX);
             let (pieced, most) = heard(&said, pieces);
             prop_assert_eq!(&whole, &pieced);
+            prop_assert_eq!(&whole, &by_message(&said));
             prop_assert!(most <= said.len() * PART_COST + PART_AHEAD);
         }
     }

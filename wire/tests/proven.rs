@@ -13,6 +13,7 @@ use kvferry_engine::core::message::{Hello, Role};
 use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
 use kvferry_wire::ProvenPlane;
 use proptest::prelude::*;
+use std::sync::atomic::Ordering;
 
 const OUT: LinkId = LinkId(7);
 const IN: LinkId = LinkId(LinkId::INBOUND | 7);
@@ -131,6 +132,35 @@ fn who_is_not_proven_is_told_why_and_its_core_too() {
         let [told, heard] = carry(&mut near, &mut far);
         assert!(reason(&told).contains(said), "{told:?}");
         assert_eq!(heard, Vec::<Parts>::new(), "its core heard of somebody who was not proven");
+    }
+}
+
+#[test]
+fn link_is_admitted_when_its_peer_is_proven_and_not_before() {
+    let admitted = |side: &ProvenTestSide| side.cable.1.load(Ordering::Relaxed) > 0;
+    for (secrets, is_proven) in [
+        ([Some(OURS); 2], true),
+        ([None; 2], true),
+        ([Some(THEIRS), Some(OURS)], false),
+        ([None, Some(OURS)], false),
+    ] {
+        let (mut near, mut far) = pair(secrets[0], secrets[1]);
+        // What speaks MoRIIO proves nothing.
+        far.hear(vec![b"get_meta_msg".to_vec()]);
+        assert!(!admitted(&far), "{secrets:?}");
+        near.say(&hello());
+        let offer = near.sent();
+        far.hear(offer[0].clone());
+        assert_eq!(admitted(&far), secrets[1].is_none(), "{secrets:?}: by its hello alone");
+        for parts in far.sent() {
+            near.hear(parts);
+        }
+        for parts in near.sent() {
+            far.hear(parts);
+        }
+        assert_eq!(admitted(&far), is_proven, "{secrets:?}");
+        // Without a secret a dialler believes whom it dialled.
+        assert_eq!(admitted(&near), is_proven || secrets[0].is_none(), "{secrets:?}");
     }
 }
 

@@ -16,9 +16,12 @@ pub(crate) const THEIRS: &str = "fedcba9876543210fedcba9876543210";
 
 pub(crate) type Parts = Vec<Vec<u8>>;
 
-/// What one side has sent, and what it is to hear.
+/// What one side has sent, what it is to hear, and how often its link was admitted.
 #[derive(Clone, Default)]
-pub(crate) struct Cable(pub(crate) Arc<Mutex<(Vec<Parts>, Vec<ControlEvent>)>>);
+pub(crate) struct Cable(
+    pub(crate) Arc<Mutex<(Vec<Parts>, Vec<ControlEvent>)>>,
+    pub(crate) Arc<AtomicU32>,
+);
 
 impl ControlPlane for Cable {
     fn listen(&mut self, _: LinkKind) -> Result<Endpoint, Refused> {
@@ -33,6 +36,10 @@ impl ControlPlane for Cable {
         let parts = parts.iter().map(|part| part.to_vec()).collect();
         self.0.lock().unwrap().0.push(parts);
         Ok(())
+    }
+
+    fn admit(&mut self, _: LinkId) {
+        self.1.fetch_add(1, Ordering::Relaxed);
     }
 
     fn hang_up(&mut self, _: LinkId) {}

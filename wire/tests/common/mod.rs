@@ -3,6 +3,7 @@
 
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{ControlEvent, ControlPlane, LinkId};
+use kvferry_wire::zmtp::MESSAGE_MAX;
 use kvferry_wire::{WireConfig, ZmqPlane};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -33,6 +34,7 @@ impl TestZmqPlane {
         TestZmqPlane::with(WireConfig {
             host: host.into(),
             dial: PATIENCE,
+            unproven_max: MESSAGE_MAX,
             ..WireConfig::default()
         })
     }

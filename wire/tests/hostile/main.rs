@@ -5,6 +5,7 @@
 mod common;
 
 mod bounds;
+mod flood;
 mod victim;
 
 /// What [`victim::ZmqVictim`] starts.

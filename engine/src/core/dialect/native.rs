@@ -218,6 +218,11 @@ pub fn fits(message: &Message) -> bool {
     lists + name + 4096 <= FRAME_MAX
 }
 
+/// True if the bytes are those of a hello, as far as their header says.
+pub fn is_hello(bytes: &[u8]) -> bool {
+    matches!(bytes, [m0, m1, _, kind, ..] if [*m0, *m1] == MAGIC && *kind == MessageKind::Hello as u8)
+}
+
 /// The frame that the bytes are. Takes time and memory in proportion to their length.
 ///
 /// # Errors

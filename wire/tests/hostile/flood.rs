@@ -1,0 +1,134 @@
+//! Messages that cost their sender little: many in a turn, and long ones before a proof.
+
+use crate::common::{PATIENCE, TestZmqPlane};
+use crate::victim::{greeted_from, part};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, LinkId, LinkKind};
+use kvferry_wire::zmtp::UNPROVEN_MAX;
+use kvferry_wire::{CONNECTION_CUTS, WireConfig};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+const HONEST: [u8; 4] = [127, 0, 0, 1];
+const STRANGER: [u8; 4] = [127, 0, 0, 2];
+
+/// Most messages that a source alone is given a turn for.
+const TURN_MAX: usize = 8_192;
+
+fn listen(plane: &mut TestZmqPlane, channel: LinkKind) -> SocketAddr {
+    let at = plane.plane.listen(channel).expect("a free port");
+    at.0.strip_prefix("tcp://").expect("an address").parse().expect("host and port")
+}
+
+/// The events of one turn.
+fn turn(ours: &mut TestZmqPlane) -> Vec<ControlEvent> {
+    let mut events = Vec::new();
+    ours.plane.poll(Nanos::ZERO, &mut events);
+    events
+}
+
+fn frames(events: &[ControlEvent], of: Option<LinkId>) -> usize {
+    let is = |event: &&ControlEvent| matches!(event, ControlEvent::Frame { link, .. } if Some(*link) == of);
+    events.iter().filter(is).count()
+}
+
+fn up(ours: &mut TestZmqPlane) -> LinkId {
+    match ours.wait_for(|event| matches!(event, ControlEvent::LinkUp { .. })) {
+        ControlEvent::LinkUp { link, .. } => link,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn flood_of_messages_is_taken_in_bounded_turns_and_its_connection_is_cut() {
+    let mut ours = TestZmqPlane::new("127.0.0.1");
+    let at = listen(&mut ours, LinkKind::Notify);
+    let mut stranger = greeted_from(STRANGER, at);
+    let flooder = up(&mut ours);
+    let mut honest = greeted_from(HONEST, at);
+    let peer = up(&mut ours);
+    let said = &AtomicUsize::new(0);
+    thread::scope(|scope| {
+        scope.spawn(move || {
+            // Empty messages, of two bytes each.
+            stranger.set_write_timeout(Some(PATIENCE)).expect("a time");
+            while stranger.write_all(&[0; 64 << 10]).is_ok() {
+                said.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        let (mut is_cut, mut ahead) = (false, None);
+        for nth in 0_usize.. {
+            // Until the flood waits for the plane, as for a core that is busy.
+            let (mut before, mut still) = (said.load(Ordering::SeqCst), 0);
+            while still < 10 && !is_cut {
+                thread::park_timeout(Duration::from_millis(1));
+                let now = said.load(Ordering::SeqCst);
+                (before, still) = (now, if now == before { still + 1 } else { 0 });
+            }
+            let events = turn(&mut ours);
+            let flooded = frames(&events, Some(flooder));
+            assert!(flooded <= TURN_MAX, "{flooded} messages of one source in a turn");
+            is_cut |= events.contains(&ControlEvent::LinkDown { link: flooder });
+            // Somebody else says something meanwhile.
+            let mut taken = ahead.take();
+            if nth == 2 {
+                honest.write_all(&part(false, 9)).expect("it is read");
+                taken = Some(0);
+            }
+            if frames(&events, Some(peer)) == 0 {
+                ahead = taken.map(|taken| taken + flooded);
+                assert!(
+                    ahead.is_none_or(|ahead| ahead <= 4 * TURN_MAX),
+                    "{ahead:?} ahead of others"
+                );
+            }
+            if is_cut && ahead.is_none() && nth > 2 {
+                break;
+            }
+            assert!(nth < 10_000, "it was not cut");
+        }
+    });
+    assert!(CONNECTION_CUTS.flood.load(Ordering::Relaxed) > 0);
+    // Its neighbour goes on.
+    honest.write_all(&part(false, 9)).expect("it is read");
+    ours.wait_for(|event| matches!(event, ControlEvent::Frame { link, .. } if *link == peer));
+}
+
+/// True if nothing more is read of a connection.
+fn is_cut(stream: &mut TcpStream) -> bool {
+    !matches!(stream.read(&mut [0; 16]), Ok(count) if count > 0)
+}
+
+#[test]
+fn long_message_before_a_proof_cuts_its_connection_on_every_kind_of_link() {
+    let kinds = [
+        LinkKind::Handshake,
+        LinkKind::RankHandshake(1),
+        LinkKind::Notify,
+        LinkKind::RankNotify(1),
+        LinkKind::Discovery,
+    ];
+    for kind in kinds {
+        let config = WireConfig { dial: PATIENCE, ..WireConfig::default() };
+        let mut ours = TestZmqPlane::with(config);
+        let at = listen(&mut ours, kind);
+        let mut stranger = greeted_from(STRANGER, at);
+        // It is cut by what it announces.
+        let announced = &part(false, UNPROVEN_MAX)[..9];
+        stranger.write_all(announced).expect("it is read");
+        assert!(is_cut(&mut stranger), "{kind:?}");
+        let mut peer = greeted_from(HONEST, at);
+        peer.write_all(&part(false, UNPROVEN_MAX - 64)).expect("it is read");
+        let (of, parts) = ours.next_frame();
+        assert_eq!(parts[0].len(), UNPROVEN_MAX - 64, "{kind:?}");
+        ours.plane.admit(of);
+        // An answer shows that the thread has seen it.
+        ours.plane.send(of, &[b"go"]).expect("it is up");
+        peer.read_exact(&mut [0; 4]).expect("an answer");
+        peer.write_all(&part(false, 4 * UNPROVEN_MAX)).expect("it is read");
+        assert_eq!(ours.next_frame().1[0].len(), 4 * UNPROVEN_MAX, "{kind:?}");
+    }
+}

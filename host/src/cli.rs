@@ -5,6 +5,7 @@ use crate::doctor::{self, DoctorArgs, DoctorPeerArgs};
 use crate::health::{self, HealthArgs};
 use crate::process::{CommandError, Exit, StdoutGuard, exit_on_panic, print_error};
 use crate::router::{self, RouterArgs};
+use crate::secret::{self, SecretArgs};
 #[cfg(feature = "simulator")]
 use crate::serve::{self, ServeArgs};
 use crate::sidecar::{self, ExportArgs, HostArgs};
@@ -45,6 +46,8 @@ enum CliCommand {
     DoctorPeer(DoctorPeerArgs),
     /// Ask a server once whether it is well, as health checks of containers do: exit code 0 or 1
     Health(HealthArgs),
+    /// Make a secret for a fleet: print it, or write it into a file that nobody else can read
+    Secret(SecretArgs),
     /// Measure bandwidth and latency of a data plane, within this host or between two
     Bench(Box<BenchArgs>),
     /// Write the last transfers of live servers as a trace that Perfetto opens, or a recording as a page
@@ -141,6 +144,7 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
         CliCommand::Doctor(args) => doctor::command(&args, &mut out),
         CliCommand::DoctorPeer(args) => doctor::peer_command(&args, &mut out),
         CliCommand::Health(args) => health::command(&args, &mut out),
+        CliCommand::Secret(args) => secret::command(&args, &mut out),
         CliCommand::Bench(args) => bench::command(&args, &mut out),
         CliCommand::Export(args) => sidecar::export_command(&args, &mut out),
         #[cfg(feature = "simulator")]

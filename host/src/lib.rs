@@ -12,6 +12,7 @@ mod health;
 pub mod instance;
 mod process;
 mod router;
+mod secret;
 #[cfg(feature = "simulator")]
 mod serve;
 pub mod sidecar;

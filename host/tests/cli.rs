@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
 use std::thread;
 
 /// A small scenario that holds.
@@ -460,6 +461,33 @@ fn a_host_is_not_started_with_a_configuration_that_cannot_be_used() {
     let ended = kvferry(["host"]);
     assert_eq!(ended.code, 2);
     assert!(ended.err.contains("give --socket PATH, KVFERRY_HOST_SOCKET"), "{}", ended.err);
+}
+
+#[test]
+fn secret_is_written_for_its_owner_alone_and_over_no_file() {
+    let folder = ProgramFolder::new("cli-secret");
+    let path = folder.path("secret");
+    let ended = kvferry(["secret", &path]);
+    assert_eq!((ended.code, &*ended.out), (0, ""), "{}", ended.err);
+    let mode = fs::metadata(&path).expect("it was written").permissions().mode();
+    assert_eq!(mode & 0o7777, 0o600, "{mode:o}");
+    let secret = fs::read_to_string(&path).expect("it is this user's");
+    kvferry_trust::FleetSecret::parse(&secret).expect("a secret");
+    // A file, and a link to one that is not there.
+    let link = folder.path("link");
+    std::os::unix::fs::symlink(folder.path("elsewhere"), &link).expect("a link");
+    for taken in [&path, &link] {
+        let ended = kvferry(["secret", taken]);
+        assert_eq!(ended.code, 2, "{}", ended.err);
+        assert!(ended.err.contains(taken) && ended.err.contains("no file is overwritten"));
+    }
+    assert_eq!(fs::read_to_string(&path).expect("it is there"), secret);
+    assert!(!fs::exists(folder.path("elsewhere")).expect("the folder can be read"));
+    let ended = kvferry(["secret", &folder.path("no/secret")]);
+    assert!(ended.code == 2 && ended.err.contains("create its folder"), "{}", ended.err);
+    let printed = kvferry(["secret"]);
+    assert!(printed.code == 0 && printed.out != secret, "{}", printed.err);
+    kvferry_trust::FleetSecret::parse(&printed.out).expect("a secret");
 }
 
 #[test]

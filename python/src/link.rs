@@ -424,7 +424,11 @@ pub(crate) fn socket_folder(path: PathBuf) -> PyResult<()> {
 #[pyfunction]
 pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> PyResult<u8> {
     let python: OsString = py.import("sys")?.getattr("executable")?.extract()?;
-    kvferry::interpreted_by([python, "-m".into(), "kvferry".into()]);
+    // Nothing is imported from the working directory.
+    let safe = (py.version_info() >= (3, 11)).then(|| "-P".into());
+    kvferry::interpreted_by(
+        std::iter::once(python).chain(safe).chain(["-m".into(), "kvferry".into()]),
+    );
     let args = std::iter::once("kvferry".to_string()).chain(args);
     Ok(py.detach(|| kvferry::main(args.map(Into::into))))
 }

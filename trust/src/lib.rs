@@ -7,8 +7,8 @@
 //!    confirmation: MAC              ----------->     check()
 //! ```
 //!
-//! Every MAC is HMAC-SHA256 over the purpose, both nonces and all that was said with the offer, so
-//! that nothing of it can be repeated to somebody else, at another time, in the other direction or
+//! Every MAC is HMAC-SHA256 over the purpose, both nonces and the SHA-256 of all that was said with the
+//! offer, so that nothing of it can be repeated to somebody else, at another time, in the other direction or
 //! for another purpose. Afterwards both sides have a [`ProvenSession`], which seals what is said
 //! later. What is proven is membership of the fleet: who knows the secret can speak for each of its
 //! engines. Nothing here hides what is said.
@@ -30,7 +30,7 @@
 //! let acceptor = expected.check(&confirmation).unwrap();
 //! assert_eq!(dialler.seal(&[b"welcome"]), acceptor.seal(&[b"welcome"]));
 //!
-//! let stranger = FleetSecret::parse("00000000000000000000000000000000").unwrap();
+//! let stranger = FleetSecret::parse("0f1e2d3c4b5a69788796a5b4c3d2e1f0").unwrap();
 //! assert!(secret.answer(("example", hello), &stranger.offer().unwrap()).is_err());
 //! ```
 #![warn(missing_docs)]

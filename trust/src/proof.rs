@@ -4,11 +4,19 @@ use hmac::digest::KeyInit;
 use hmac::{Hmac, Mac};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::{Deserialize, Serialize};
-use sha2::Sha256;
+use sha2::{Digest, Sha256};
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// Fewest characters of a secret: 32 hexadecimal digits are 128 bits.
 const SECRET_MIN: usize = 32;
+
+/// Fewest different characters of a secret: of 32 random hexadecimal digits fewer are as good as never
+/// seen, and what is typed by hand has them.
+const SECRET_VARIETY: usize = 8;
+
+/// Random bytes of a secret that is made here.
+const SECRET_BYTES: usize = 32;
 
 /// Most secrets that are accepted at a time: the one in use, and the one before or after it.
 const SECRETS_MAX: usize = 2;
@@ -94,10 +102,10 @@ fn verify(mac: Hmac<Sha256>, said: &MacBytes) -> Result<(), ProofError> {
     mac.verify_slice(said).map_err(|_| ProofError::Wrong)
 }
 
-fn nonce() -> Result<[u8; NONCE], ProofError> {
-    let mut bytes = [0; NONCE];
+fn random<const N: usize>() -> Result<[u8; N], ProofError> {
+    let mut bytes = [0; N];
     match getrandom(&mut bytes, GetRandomFlags::empty()) {
-        Ok(NONCE) => Ok(bytes),
+        Ok(count) if count == N => Ok(bytes),
         _ => Err(ProofError::NoRandomness),
     }
 }
@@ -122,16 +130,32 @@ impl FleetKey {
         CarrierKey { id: self.id, key: finish(mac(&self.key, &parts)) }
     }
 
-    /// What both MACs and the key of the session are over.
-    fn mac(
+    /// The two MACs and the key of the session, over all that both sides have said.
+    fn proofs(
         &self,
-        label: &[u8],
         (purpose, said): (&str, &[u8]),
-        (offer, nonce): (&SecretOffer, &[u8; NONCE]),
-    ) -> Hmac<Sha256> {
+        offer: &SecretOffer,
+        nonce: &[u8; NONCE],
+    ) -> FleetProofs {
         let ids: Vec<u8> = offer.keys.iter().flat_map(|id| id.0).collect();
-        mac(&self.key, &[label, purpose.as_bytes(), &offer.nonce, &ids, nonce, said])
+        // It may be long, and is read once.
+        let said = Sha256::digest(said);
+        let over = |label: &[u8]| {
+            mac(&self.key, &[label, purpose.as_bytes(), &offer.nonce, &ids, nonce, &said])
+        };
+        FleetProofs {
+            acceptor: over(b"acceptor"),
+            dialler: over(b"dialler"),
+            session: ProvenSession(finish(over(b"session"))),
+        }
     }
+}
+
+/// What one exchange is proven by.
+struct FleetProofs {
+    acceptor: Hmac<Sha256>,
+    dialler: Hmac<Sha256>,
+    session: ProvenSession,
 }
 
 /// What a fleet knows and nobody else: one secret, or two while they are changed.
@@ -148,11 +172,11 @@ impl FleetSecret {
     /// Reads secrets, a line each; empty lines and those that begin with `#` are passed over.
     ///
     /// # Errors
-    /// None or more than two, or one that could be guessed for its length; with the remedy.
+    /// None or more than two, or one that could be guessed; with the remedy.
     pub fn parse(text: &str) -> Result<FleetSecret, String> {
         let wrong = |why: String| {
             Err(format!(
-                "{why}; `openssl rand -hex 32` makes one, which stands in a line of its own"
+                "{why}; `kvferry secret FILE` makes one, which stands in a line of its own"
             ))
         };
         let lines = text.lines().map(str::trim);
@@ -167,13 +191,30 @@ impl FleetSecret {
                 secrets.len()
             ));
         }
-        if let Some(short) = secrets.iter().find(|secret| secret.len() < SECRET_MIN) {
-            return wrong(format!(
-                "a secret of {} characters can be guessed: it has to have {SECRET_MIN} or more",
-                short.len()
-            ));
+        for secret in &secrets {
+            let length = secret.chars().count();
+            if length < SECRET_MIN {
+                return wrong(format!(
+                    "a secret of {length} characters can be guessed: it has to have {SECRET_MIN} or more"
+                ));
+            }
+            let different = secret.chars().collect::<BTreeSet<char>>().len();
+            if different < SECRET_VARIETY {
+                return wrong(format!(
+                    "a secret of {different} different characters can be guessed: it has to have \
+                     {SECRET_VARIETY} or more"
+                ));
+            }
         }
         Ok(FleetSecret(secrets.into_iter().map(FleetKey::new).collect()))
+    }
+
+    /// A new secret of random bytes, as [`FleetSecret::parse`] reads it.
+    ///
+    /// # Errors
+    /// No random bytes.
+    pub fn random() -> Result<String, ProofError> {
+        Ok(random::<SECRET_BYTES>()?.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
     /// What a dialler says with its hello; to be drawn for each anew.
@@ -181,7 +222,7 @@ impl FleetSecret {
     /// # Errors
     /// No random bytes.
     pub fn offer(&self) -> Result<SecretOffer, ProofError> {
-        Ok(SecretOffer { nonce: nonce()?, keys: self.0.iter().map(|key| key.id).collect() })
+        Ok(SecretOffer { nonce: random()?, keys: self.0.iter().map(|key| key.id).collect() })
     }
 
     /// Proves knowledge of a secret that both have, the first of ours that is offered. `said` is
@@ -196,15 +237,10 @@ impl FleetSecret {
     ) -> Result<(SecretAnswer, ExpectedConfirmation), ProofError> {
         let key = self.0.iter().find(|key| offer.keys.contains(&key.id));
         let key = key.ok_or(ProofError::NoCommonSecret)?;
-        let nonce = nonce()?;
-        let over = (offer, &nonce);
-        let answer =
-            SecretAnswer { nonce, key: key.id, mac: finish(key.mac(b"acceptor", about, over)) };
-        let expected = ExpectedConfirmation {
-            mac: key.mac(b"dialler", about, over),
-            session: ProvenSession(finish(key.mac(b"session", about, over))),
-        };
-        Ok((answer, expected))
+        let nonce = random()?;
+        let FleetProofs { acceptor, dialler, session } = key.proofs(about, offer, &nonce);
+        let answer = SecretAnswer { nonce, key: key.id, mac: finish(acceptor) };
+        Ok((answer, ExpectedConfirmation { mac: dialler, session }))
     }
 
     /// Checks the proof of who answered the own offer, and proves the same in return.
@@ -219,10 +255,9 @@ impl FleetSecret {
     ) -> Result<(SecretConfirmation, ProvenSession), ProofError> {
         let key = self.0.iter().find(|key| key.id == answer.key);
         let key = key.ok_or(ProofError::NoCommonSecret)?;
-        let over = (offer, &answer.nonce);
-        verify(key.mac(b"acceptor", about, over), &answer.mac)?;
-        let confirmation = SecretConfirmation(finish(key.mac(b"dialler", about, over)));
-        Ok((confirmation, ProvenSession(finish(key.mac(b"session", about, over)))))
+        let FleetProofs { acceptor, dialler, session } = key.proofs(about, offer, &answer.nonce);
+        verify(acceptor, &answer.mac)?;
+        Ok((SecretConfirmation(finish(dialler)), session))
     }
 }
 

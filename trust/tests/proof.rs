@@ -80,13 +80,26 @@ fn what_is_no_secret_is_refused_with_the_remedy() {
         ("", "there is no secret in it"),
         ("# only a comment\n\n", "there is no secret in it"),
         ("hunter2", "a secret of 7 characters can be guessed"),
+        // 34 bytes.
+        (&"ü".repeat(17), "a secret of 17 characters can be guessed"),
+        (&"a".repeat(32), "a secret of 1 different characters can be guessed"),
+        (&"0123456".repeat(9), "a secret of 7 different characters can be guessed"),
         (&*three, "there are 3 secrets in it"),
     ] {
         let why = FleetSecret::parse(text).expect_err(text);
-        assert!(why.contains(said) && why.contains("openssl rand -hex 32"), "{text:?}: {why}");
+        assert!(why.contains(said) && why.contains("`kvferry secret FILE`"), "{text:?}: {why}");
     }
     let shown = format!("{:?}", secret(&[0, 1]));
     assert!(!shown.contains(SECRETS[0]) && !shown.contains(SECRETS[1]), "{shown}");
+}
+
+#[test]
+fn secret_that_is_made_here_is_accepted_and_no_other_one_equals_it() {
+    let made = [(); 2].map(|()| FleetSecret::random().expect("random bytes"));
+    assert!(made[0] != made[1] && made[0].len() == 64, "{made:?}");
+    for text in made {
+        FleetSecret::parse(&text).expect("a secret");
+    }
 }
 
 proptest! {

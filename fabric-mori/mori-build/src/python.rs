@@ -23,6 +23,8 @@ pub(crate) fn packages(python: &OsStr) -> Result<Vec<PathBuf>, String> {
     let output = Command::new(python)
         .args(["-c", SCRIPT])
         .env("PYTHONIOENCODING", "utf-8:surrogateescape")
+        // As `-P`, which versions before 3.11 refuse.
+        .env("PYTHONSAFEPATH", "1")
         .stdin(Stdio::null())
         .output()
         .map_err(|why| why.to_string())?;

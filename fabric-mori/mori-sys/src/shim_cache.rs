@@ -221,4 +221,16 @@ mod tests {
         }
         assert_eq!(of(&[(VARIABLE, ""), ("HOME", "/h")]), of(&all[2..]));
     }
+
+    #[test]
+    fn folder_that_others_can_change_holds_no_shim() {
+        let folder = std::env::temp_dir().join(format!("kvferry-shims-{}", std::process::id()));
+        fs::create_dir_all(folder.join("shim")).expect("a folder");
+        for (mode, is_open) in [(0o700, false), (0o755, false), (0o770, true), (0o777, true)] {
+            fs::set_permissions(&folder, Permissions::from_mode(mode)).expect("its mode");
+            let checked = check_folders(&folder.join("shim"));
+            assert_eq!(checked.is_err(), is_open, "{mode:o}: {checked:?}");
+        }
+        fs::remove_dir_all(&folder).expect("it is this user's");
+    }
 }

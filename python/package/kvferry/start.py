@@ -28,6 +28,9 @@ EXIT_S = 1
 # One that is started beside another one ends, and that one may end meanwhile, too.
 STARTS_MAX = 2
 
+# This Python, which imports nothing from the working directory.
+PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+
 # Starts a program that is no child of this process: vLLM kills those before they can clear up. It has the descriptor whose
 # number comes first, which closes when it ends.
 ORPHAN = (
@@ -69,11 +72,11 @@ class _Started:
 
     def __init__(self, socket: Path, options: Sequence[str]):
         self.alive, held = os.pipe()
-        command = [sys.executable, "-m", "kvferry.host", "--socket", str(socket), *options]
+        command = [*PYTHON, "-m", "kvferry.host", "--socket", str(socket), *options]
         try:
             with unbound() as environment:
                 subprocess.run(
-                    [sys.executable, "-c", ORPHAN, str(held), *command], check=True, env=environment, pass_fds=[held]
+                    [*PYTHON, "-c", ORPHAN, str(held), *command], check=True, env=environment, pass_fds=[held]
                 )
         except BaseException:
             os.close(self.alive)

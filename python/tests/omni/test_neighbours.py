@@ -2,6 +2,7 @@
 vLLM-Omni's own connectors that it is about; docs/testing.md lists all of them."""
 
 import contextlib
+import hashlib
 import os
 import select
 import signal
@@ -257,7 +258,7 @@ def test_o32_stages_and_ranks_share_no_port(pipeline):
 
 def secret(folder: Path, name: str) -> str:
     path = folder / name
-    path.write_text(name * 32)
+    path.write_text(hashlib.sha256(name.encode()).hexdigest())
     path.chmod(0o400)
     return str(path)
 

@@ -6,12 +6,38 @@
 //! assert_eq!(nearest("heartbaet", &["heartbeat", "lease"]), Some("heartbeat"));
 //! assert_eq!(nearest("colour", &["heartbeat", "lease"]), None);
 //! assert_eq!(printable("a\r\nline", 4), "a\u{fffd}\u{fffd}l");
+//! // Turns the text around where a terminal knows it.
+//! assert_eq!(printable("ab\u{202e}cd", 9), "ab\u{fffd}cd");
 //! ```
+
+/// True if a terminal and a log take the character for text alone: it neither controls them nor changes
+/// the order or the place of others, as the marks of bidirectional text do.
+pub fn is_printable(c: char) -> bool {
+    let is_invisible = matches!(
+        c,
+        '\u{ad}'
+            | '\u{61c}'
+            | '\u{180e}'
+            | '\u{200b}'..='\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}'
+            | '\u{feff}'
+            | '\u{fff9}'..='\u{fffb}'
+            | '\u{e0000}'..='\u{e007f}'
+    );
+    !c.is_control() && !is_invisible
+}
 
 /// What of a peer's text is shown to people: `most` characters, and none that a terminal or a log
 /// would take for more than text.
 pub fn printable(text: &str, most: usize) -> String {
-    let shown = |c: char| if c.is_control() { '\u{fffd}' } else { c };
+    let shown = |c: char| if is_printable(c) { c } else { '\u{fffd}' };
+    text.chars().take(most).map(shown).collect()
+}
+
+/// As [`printable`], of a text that may have lines of its own.
+pub fn printable_lines(text: &str, most: usize) -> String {
+    let shown = |c: char| if is_printable(c) || c == '\n' || c == '\t' { c } else { '\u{fffd}' };
     text.chars().take(most).map(shown).collect()
 }
 

@@ -9,6 +9,7 @@ use hyper::body::Bytes;
 use hyper::{StatusCode, Uri};
 use hyper_util::client::legacy::Client;
 use hyper_util::rt::TokioExecutor;
+use kvferry_engine::text::printable;
 use std::io::Write;
 use std::time::Duration;
 use tokio::runtime::Builder;
@@ -45,7 +46,7 @@ pub(crate) fn command(args: &HealthArgs, out: &mut dyn Write) -> Result<Exit, Co
         Ok(Err(why)) => (Exit::UNFIT, why),
         Err(_) => (Exit::UNFIT, format!("no answer within {:?}", args.timeout)),
     };
-    writeln!(out, "{}: {said}", args.server)?;
+    writeln!(out, "{}: {}", args.server, printable(&said, 1_000))?;
     Ok(exit)
 }
 

@@ -19,13 +19,16 @@ mod tests;
 
 pub(crate) use args::BenchArgs;
 
-use crate::process::{CliProgress, CommandError, Exit, dial, follow_parent, print_error};
+use crate::process::{
+    CliProgress, CommandError, Exit, LINES_MAX, dial, follow_parent, print_error,
+};
 use args::{BenchPlan, brief};
 use batch::BatchShape;
 use child::BenchChild;
 use connection::{BenchConnection, BenchHello};
 use harness::{PEER, PlaneHarness};
 use kvferry_engine::fabric::Direction;
+use kvferry_engine::text::printable_lines;
 use measure::{BenchCase, BenchSession};
 use report::BenchRow;
 use std::io::Write;
@@ -238,6 +241,7 @@ fn check_bytes(
 
 /// What there is to say beside the rows.
 fn note(args: &BenchArgs, out: &mut dyn Write, text: &str) -> Result<(), CommandError> {
+    let text = printable_lines(text, LINES_MAX);
     match args.json {
         true => writeln!(std::io::stderr(), "note: {text}")?,
         false => writeln!(out, "{text}")?,

@@ -20,11 +20,15 @@ use crate::process::{CommandError, Exit, address, seconds};
 use crate::sidecar::config::{ConfigLayer, HostArgs, Paths, SidecarConfig};
 use crate::sidecar::settings::KvMemory;
 use clap::{Args, ValueEnum};
+use kvferry_engine::text::printable;
 use kvferry_fabric_mori::MoriConfig;
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+/// Most characters of a text that may be another machine's.
+const SHOWN: usize = 4_096;
 
 /// The address of a server that only this machine reaches.
 const LOOPBACK: &str = "127.0.0.1";
@@ -229,7 +233,11 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, Co
     Ok(if is_fit { Exit::HELD } else { Exit::UNFIT })
 }
 
+/// Tells a check, of whose text some may be another machine's.
 fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), CommandError> {
+    let found = printable(&check.found, SHOWN);
+    let remedy = check.remedy.as_deref().map(|remedy| printable(remedy, SHOWN));
+    let check = &Check { found, remedy, ..*check };
     if args.json {
         let object = serde_json::to_string(check).map_err(std::io::Error::other)?;
         return Ok(writeln!(out, "{object}")?);

@@ -1,5 +1,7 @@
 //! Exit codes and what ends a command early.
 
+use super::LINES_MAX;
+use kvferry_engine::text::printable_lines;
 use std::fmt;
 use std::io::{self, Write};
 
@@ -52,5 +54,5 @@ impl From<io::Error> for CommandError {
 
 /// Tells the user on stderr what is wrong.
 pub(crate) fn print_error(text: &str) {
-    let _ = writeln!(io::stderr(), "error: {text}");
+    let _ = writeln!(io::stderr(), "error: {}", printable_lines(text, LINES_MAX));
 }

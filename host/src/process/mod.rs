@@ -31,6 +31,9 @@ use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{LineStyle, Row, Table, TableStyle};
 use std::time::Duration;
 
+/// Most characters of what is said on standard error at a time: some of it is what peers say.
+pub(crate) const LINES_MAX: usize = 64 << 10;
+
 /// Lines around a table and below its header.
 const RULED: TableStyle = UTF8_HORIZONTAL_ONLY.row_separator(LineStyle::none());
 

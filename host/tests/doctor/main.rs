@@ -7,6 +7,7 @@ mod pair;
 use serde_json::Value;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 
 /// `kvferry doctor` with these arguments.
 fn program(args: &[&str]) -> Command {
@@ -43,6 +44,8 @@ fn expect(checks: &[Value], name: &str, status: &str, found: &str, remedy: Optio
 struct WaitingDoctor {
     child: Child,
     address: String,
+    /// What it says while it waits.
+    notes: Receiver<String>,
 }
 
 impl WaitingDoctor {
@@ -53,11 +56,15 @@ impl WaitingDoctor {
         let mut line = String::new();
         let mut err = BufReader::new(child.stderr.take().expect("a pipe"));
         err.read_line(&mut line).expect("a pipe can be read");
-        // What else it says is kept flowing.
-        std::thread::spawn(move || err.lines().for_each(drop));
+        // What else it says is kept flowing, whoever takes it.
+        let (sender, notes) = channel();
+        std::thread::spawn(move || {
+            let lines = err.lines().map_while(Result::ok);
+            lines.for_each(|line| drop(sender.send(line)));
+        });
         let address = line.split_once("--peer ").and_then(|(_, rest)| rest.split_once('`'));
         let address = address.unwrap_or_else(|| panic!("{line:?}")).0.into();
-        WaitingDoctor { child, address }
+        WaitingDoctor { child, address, notes }
     }
 
     /// What it found, when it has ended.

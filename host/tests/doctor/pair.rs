@@ -1,6 +1,7 @@
 //! Two doctors that try together what is between their machines, which are one here.
 
 use super::{WaitingDoctor, doctor, expect, program};
+use kvferry_engine::text::is_printable;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -99,6 +100,57 @@ fn strangers_do_not_end_the_wait() {
     let checks = asking(&waiting.address, &[]);
     expect(&checks, "peer-secret", "ok", "neither side has one", None);
     expect(&waiting.end(), "peer-served", "ok", "came and went", None);
+}
+
+/// Sets the terminal's title, clears it, and turns the text around.
+const ESCAPES: &str = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31m";
+
+fn assert_printable(text: &str) {
+    let odd = text.chars().find(|c| !is_printable(*c) && *c != '\n');
+    assert_eq!(odd, None, "{text:?}");
+    assert!(text.contains("owned"), "it is not shown at all: {text:?}");
+}
+
+#[test]
+fn words_of_a_doctor_that_asks_are_printed_without_escapes() {
+    let waiting = waiting(&[]);
+    let version = serde_json::json!({"hello": {"kvferry_doctor": ESCAPES}});
+    let long = serde_json::json!({"hello": {"kvferry_doctor": ESCAPES.repeat(500)}});
+    for said in [version, long] {
+        let mut stream = TcpStream::connect(&waiting.address).expect("it waits");
+        stream.write_all(format!("{said}\n").as_bytes()).expect("it reads");
+        // It ends the connection, however.
+        let _ = stream.read_to_end(&mut Vec::new());
+        let note = waiting.notes.recv().expect("a note");
+        assert_printable(&note);
+        assert!(note.chars().count() < 5_000, "{} characters", note.chars().count());
+    }
+}
+
+#[test]
+fn words_of_a_doctor_that_waits_are_printed_without_escapes() {
+    for form in [&["--json"][..], &[]] {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let address = listener.local_addr().expect("bound").to_string();
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("the doctor connects");
+            let mut greeting = String::new();
+            let mut reader = BufReader::new(stream.try_clone().expect("a handle"));
+            reader.read_line(&mut greeting).expect("a greeting");
+            let greeting: Value = serde_json::from_str(&greeting).expect("JSON");
+            let mut hello = greeting["hello"].clone();
+            hello["kvferry_doctor"] = ESCAPES.into();
+            let answer = serde_json::json!({"hello": hello, "proof": {"refused": ESCAPES}});
+            stream.write_all(format!("{answer}\n").as_bytes()).expect("it reads");
+            reader.read_line(&mut String::new()).expect("it ends the connection");
+        });
+        let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_kvferry"));
+        program.arg("doctor").args(form).args(["--peer", &address]);
+        let output = program.output().expect("it runs");
+        let text = String::from_utf8(output.stdout).expect("UTF-8");
+        let said: Vec<_> = text.lines().filter(|line| line.contains("peer-")).collect();
+        assert_printable(&said.join("\n"));
+    }
 }
 
 /// Hands on what is said between a doctor that asks and `to`, whose answers go through `change`.

@@ -2,13 +2,14 @@
 
 use super::super::child::{ChildExit, ChildProcess, ExitCause};
 use super::super::side::{BenchRole, side};
-use super::super::{Check, DoctorArgs};
+use super::super::{Check, DoctorArgs, SHOWN};
 use super::dialogue::{
     DataRoute, DoctorConnection, DoctorGreeting, DoctorHello, DoctorProof, DoctorRequest,
     DoctorResponse, DoctorWelcome, NamedPort, PATIENCE, PORTS_MAX, PURPOSE, PortTrial, VERSION,
     proven,
 };
 use super::{PairSide, joined, reach};
+use kvferry_engine::text::printable;
 use kvferry_trust::ExpectedConfirmation;
 use serde_json::Value;
 use std::io::{self, Write};
@@ -43,7 +44,7 @@ pub(in super::super) fn serve(args: &DoctorArgs, at: &str, secret: Option<PathBu
         match AttendedDoctor::attend(&side, stream) {
             Ok(check) => return check,
             // A scan of ports, or a probe, is no reason to wait no more.
-            Err(who) => drop(writeln!(err, "note: {who}")),
+            Err(who) => drop(writeln!(err, "note: {}", printable(&who, SHOWN))),
         }
     }
     Check::fail(SERVED, format!("{address}: nobody came"), "wait again")

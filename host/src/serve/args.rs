@@ -68,6 +68,9 @@ pub(crate) struct ServeArgs {
     /// Port for legs; 0 for a free one
     #[arg(long, default_value_t = 0)]
     pub(crate) http_port: u16,
+    /// Bytes of memory that bodies of requests may have, all together
+    #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
+    pub(crate) bodies_max: usize,
     /// Port for handshakes; 0 for a free one
     #[arg(long, default_value_t = 0)]
     pub(crate) handshake_port: u16,

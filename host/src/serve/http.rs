@@ -1,5 +1,6 @@
 //! The HTTP side: OpenAI-shaped requests become legs.
 
+use super::bodies::{HeldBody, ServeBodies};
 use super::instance::{CancelLeg, InstanceActor, LegReply, NEWS_MAX, StartLeg, peer};
 use super::kv_content;
 use super::openai::{CompletionRequest, CompletionResponse, MISDIRECTED, failed, is_misdirected};
@@ -7,8 +8,8 @@ use crate::instance::{AnsweredLeg, InstanceIdentity, metrics_page};
 use crate::spans::parent_of;
 use actix::Addr;
 use axum::Json;
-use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, State};
+use axum::body::Body;
+use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::sse::{Event, Sse};
 use axum::response::{IntoResponse, Response};
@@ -26,9 +27,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::{Receiver, channel};
 
-/// Longest body of a request, in bytes.
-const BODY_MAX: usize = 64 << 20;
-
 /// What the handlers share.
 pub(super) struct HandlerState {
     pub(super) instance: MailboxSender<InstanceActor>,
@@ -39,6 +37,7 @@ pub(super) struct HandlerState {
     pub(super) registry: Registry,
     /// Transfers are traced.
     pub(super) is_traced: bool,
+    pub(super) bodies: Arc<ServeBodies>,
     pub(super) draining: AtomicBool,
     pub(super) requests: AtomicU64,
 }
@@ -50,7 +49,6 @@ pub(super) fn app(shared: Arc<HandlerState>) -> axum::Router {
         .route("/v1/models", get(models))
         .route("/health", get(health))
         .route("/metrics", get(metrics))
-        .layer(DefaultBodyLimit::max(BODY_MAX))
         .with_state(shared)
 }
 
@@ -73,16 +71,12 @@ async fn metrics(State(shared): State<Arc<HandlerState>>) -> Response {
     metrics_page(&shared.registry)
 }
 
-async fn completions(
-    shared: State<Arc<HandlerState>>,
-    headers: HeaderMap,
-    body: Bytes,
-) -> Response {
-    serve(shared.0, &headers, &body, false).await
+async fn completions(shared: State<Arc<HandlerState>>, headers: HeaderMap, body: Body) -> Response {
+    serve(shared.0, &headers, body, false).await
 }
 
-async fn chat(shared: State<Arc<HandlerState>>, headers: HeaderMap, body: Bytes) -> Response {
-    serve(shared.0, &headers, &body, true).await
+async fn chat(shared: State<Arc<HandlerState>>, headers: HeaderMap, body: Body) -> Response {
+    serve(shared.0, &headers, body, true).await
 }
 
 /// Tells the instance when a caller goes away.
@@ -113,14 +107,14 @@ struct InFlightRequest {
     transfer: AnsweredLeg,
     /// Whose KV it is to get.
     peer: Option<EngineId>,
+    _body: HeldBody,
 }
 
-async fn serve(
-    shared: Arc<HandlerState>,
-    headers: &HeaderMap,
-    body: &[u8],
-    chat: bool,
-) -> Response {
+async fn serve(shared: Arc<HandlerState>, headers: &HeaderMap, body: Body, chat: bool) -> Response {
+    let body = match shared.bodies.collect(body).await {
+        Ok(body) => body,
+        Err(refusal) => return refuse(refusal),
+    };
     match begin(shared, headers, body, chat).await {
         Ok((serving, true)) => serving.stream(),
         Ok((serving, false)) => serving.whole().await,
@@ -135,10 +129,10 @@ fn unusable(why: String) -> LegFailure {
 async fn begin(
     shared: Arc<HandlerState>,
     headers: &HeaderMap,
-    body: &[u8],
+    (body, held): (Vec<u8>, HeldBody),
     chat: bool,
 ) -> Result<(InFlightRequest, bool), LegFailure> {
-    let body = CompletionRequest::parse(body).map_err(unusable)?;
+    let body = CompletionRequest::parse(&body).map_err(unusable)?;
     let tokens = body.tokens(chat).map_err(unusable)?;
     let number = shared.requests.fetch_add(1, Ordering::Relaxed);
     let named = headers.get("x-request-id").and_then(|id| id.to_str().ok());
@@ -186,6 +180,7 @@ async fn begin(
         transfer,
         peer,
         shared,
+        _body: held,
     };
     Ok((serving, stream))
 }
@@ -321,6 +316,7 @@ mod tests {
             served: Vec::new(),
             registry,
             is_traced: false,
+            bodies: ServeBodies::new(1 << 20),
             draining: AtomicBool::new(false),
             requests: AtomicU64::new(0),
         })
@@ -329,7 +325,7 @@ mod tests {
     /// Asks with a prompt that no block is left for.
     async fn asked(shared: &Arc<HandlerState>) -> (StatusCode, String) {
         let body = json!({"prompt": vec![7; 100], "max_tokens": 1}).to_string();
-        let answer = serve(shared.clone(), &HeaderMap::new(), body.as_bytes(), false).await;
+        let answer = serve(shared.clone(), &HeaderMap::new(), body.into(), false).await;
         let status = answer.status();
         let text = axum::body::to_bytes(answer.into_body(), 1 << 20).await.expect("a body");
         (status, String::from_utf8_lossy(&text).into_owned())

@@ -5,6 +5,7 @@
 //! `legs` reads what routers say of a transfer, `kv_content` makes and checks the bytes.
 
 mod args;
+mod bodies;
 mod http;
 mod instance;
 pub(crate) mod kv_content;
@@ -122,6 +123,7 @@ async fn serve(
         served: args.served_model_name.clone(),
         registry,
         is_traced: tracer.is_some(),
+        bodies: bodies::ServeBodies::new(args.bodies_max),
         draining: AtomicBool::new(false),
         requests: AtomicU64::new(0),
     });

@@ -263,6 +263,7 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
         limits::huge_pages(roots),
         ports::host_ip(&args.host_ip),
         trust::trust(args, &config),
+        trust::encryption(args, &config),
     ];
     checks.extend(ports::listeners(args));
     checks.extend(args.proxy.as_deref().map(ports::proxy));

@@ -1,10 +1,12 @@
 //! What is between the network and who is to listen.
 
 use super::{Check, DoctorArgs};
-use crate::instance::{InstanceTrust, TrustSettings};
+use crate::instance::{FabricArg, InstanceTrust, TrustSettings};
 use crate::sidecar::config::SidecarConfig;
 use kvferry_engine::core::verify::Verify;
-use kvferry_trust::{NetworkTrust, SecretFile};
+use kvferry_engine::fabric::unbracketed;
+use kvferry_trust::{NetworkTrust, SecretFile, are_loopback};
+use std::net::ToSocketAddrs;
 use std::path::PathBuf;
 
 const NAME: &str = "trust";
@@ -50,6 +52,35 @@ pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -
             }
         }
     }
+}
+
+/// Whether bytes of KV that leave this machine are protected on their way, with this configuration.
+pub(super) fn encryption(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -> Check {
+    const NAME: &str = "encrypt";
+    let Ok(config) = config else {
+        return Check::skip(NAME, "the configuration cannot be used");
+    };
+    let host = &*args.host_ip;
+    let found = (unbracketed(host), 0).to_socket_addrs();
+    if found.is_ok_and(|found| are_loopback(found.map(|at| at.ip()))) {
+        return Check::ok(NAME, format!("{host} is loopback: no KV leaves this machine"));
+    }
+    if args.fabric == FabricArg::Mori {
+        return Check::skip(NAME, "nothing encrypts what MoRI moves");
+    }
+    if secret_file(args, Some(config)).is_none() {
+        return Check::skip(NAME, "KV is not encrypted without a secret: see trust");
+    }
+    if config.operator.fabric.trust.encrypt {
+        return Check::ok(NAME, "KV goes between hosts by TLS 1.3");
+    }
+    Check::warn(
+        NAME,
+        "KV goes between hosts by plain TCP: whoever can insert bytes into a connection of the data plane \
+         reads and writes all KV of the server, though both ends have proven the secret",
+        "set encrypt on all hosts of the fleet (KVFERRY_HOST_ENCRYPT=true), or give its hosts a network of \
+         their own",
+    )
 }
 
 /// The file of the fleet's secret that the server would have.

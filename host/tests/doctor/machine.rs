@@ -106,6 +106,34 @@ fn an_address_that_others_reach_is_fit_with_a_secret_or_a_word() {
 }
 
 #[test]
+fn plain_tcp_between_hosts_with_a_secret_is_a_warning() {
+    let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-plain-secret");
+    // One that is there from a run before may be read and not written.
+    let _old = std::fs::remove_file(&file);
+    std::fs::write(&file, "0123456789abcdef0123456789abcdef").expect("a file");
+    std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o400))
+        .expect("its mode");
+    let secret = ["--secret-file", file.to_str().expect("UTF-8")];
+    let far = ["--host-ip", "192.0.2.1"];
+    let encrypted = file.with_file_name("doctor-encrypt.toml");
+    std::fs::write(&encrypted, "encrypt = true\n").expect("a file");
+    let encrypted = ["--config", encrypted.to_str().expect("UTF-8")];
+    let cases: [(&[&[&str]], _, _); 4] = [
+        (&[&far, &secret], "warn", "plain TCP: whoever can insert bytes"),
+        (&[&far, &secret, &encrypted], "ok", "TLS 1.3"),
+        (&[&far, &["--insecure-network"]], "skip", "without a secret"),
+        (&[&secret], "ok", "no KV leaves this machine"),
+    ];
+    for (args, status, said) in cases {
+        let (_, checks) = doctor(&args.concat());
+        let check = check(&checks, "encrypt");
+        assert_eq!(check["status"], status, "{check}");
+        assert!(check["found"].as_str().is_some_and(|found| found.contains(said)), "{check}");
+        assert_eq!(status == "warn", check["remedy"].is_string(), "{check}");
+    }
+}
+
+#[test]
 fn settings_of_a_pool_that_there_is_not_are_a_warning() {
     let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-no-pool.toml");
     std::fs::write(&file, "payload_hold_ms = 7\n").expect("a file");

@@ -122,6 +122,26 @@ fn every_test_and_scenario_that_the_contract_names_exists() {
 }
 
 #[test]
+fn every_line_of_what_holds_names_tests_that_exist() {
+    let security = read(&root().join("SECURITY.md"));
+    let (_, holds) = security.split_once("\n## What holds\n").expect("the section");
+    let (holds, _) = holds.split_once("\n## ").expect("the section behind it");
+    let functions = functions(".rs", "fn ");
+    let lines: Vec<&str> = holds.split("\n- ").skip(1).collect();
+    assert!(lines.len() >= 15, "only {} lines", lines.len());
+    for line in lines {
+        let begin = line.lines().next().unwrap_or_default();
+        let (_, tests) = line.split_once("Tests: ").unwrap_or_else(|| panic!("no tests: {begin}"));
+        let named: Vec<&str> = tests.split('`').skip(1).step_by(2).collect();
+        assert!(!named.is_empty(), "no test: {begin}");
+        for name in named {
+            let test = name.strip_prefix("fn ").unwrap_or_else(|| panic!("{name}: no test"));
+            assert!(functions.contains(test), "SECURITY.md names the test {test}: not found");
+        }
+    }
+}
+
+#[test]
 fn every_hazard_has_a_line_in_the_contract() {
     let contract = read(&root().join("engine/CONTRACT.md"));
     let words = words(&contract);

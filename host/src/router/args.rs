@@ -123,6 +123,9 @@ pub(crate) struct RouterArgs {
     /// Connections of clients; idle ones are closed for new ones
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
+    /// Seconds in which a client has to read something of its answer while bytes of it wait
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
+    pub(crate) write_timeout: f64,
 }
 
 /// How long things may take and how large they may be.
@@ -152,6 +155,8 @@ pub(crate) struct HttpSettings {
     pub(crate) authorization: Option<HeaderValue>,
     /// The secret by which registrations are signed, and legs sealed, if there is one.
     pub(crate) proof: FleetProof,
+    /// Time in which a client has to read something of its answer.
+    pub(crate) write_timeout: Duration,
 }
 
 /// The time that an option gives.
@@ -304,6 +309,7 @@ impl RouterArgs {
             parts: self.parts_max,
             prefix_tokens: RouterConfig::default().prefix_tokens,
         };
-        Ok(HttpSettings { limits, authorization, proof: self.proof()? })
+        let write_timeout = seconds("--write-timeout", self.write_timeout)?;
+        Ok(HttpSettings { limits, authorization, proof: self.proof()?, write_timeout })
     }
 }

@@ -6,10 +6,22 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::sync::Notify;
+use tokio::time::Instant;
 
-/// All connections of clients. A new one takes the place of the one that has been idle for longest,
-/// of the address that has the most idle ones: who floods closes its own.
+/// A connection whose client has read nothing for so long gives way before others that are in use.
+const STALLED: Duration = Duration::from_secs(5);
+
+/// All connections of clients. If there is no place for a new one, it takes that of another, by the
+/// first rule that finds one:
+///
+/// 1. the one that has been idle for longest, of the address that has the most idle ones;
+/// 2. the one whose client has read nothing for longest, of the address that has the most such;
+/// 3. the newest that is in use, of the address that has the most connections, if these are more
+///    than the new one's address will have.
+///
+/// So an address that floods closes its own.
 #[derive(Debug)]
 pub(crate) struct ConnectionTable {
     most: usize,
@@ -19,17 +31,35 @@ pub(crate) struct ConnectionTable {
 #[derive(Debug, Default)]
 struct TableState {
     total: usize,
-    /// Moments at which connections became idle, in their order.
+    /// Number of changes of use so far, which are numbered in their order, from 1.
     moments: u64,
     accounts: HashMap<PeerSource, ConnectionAccount>,
 }
 
-/// The connections of one address.
+/// The connections of one address, each in one of the maps, by when its use changed.
 #[derive(Debug, Default)]
 struct ConnectionAccount {
     total: usize,
-    /// Those without a request whose body is whole, by when they became so.
+    /// Those without a request whose body is whole.
     idle: BTreeMap<u64, Arc<Notify>>,
+    /// Those with a request.
+    busy: BTreeMap<u64, Arc<Notify>>,
+    /// Those with a request whose answer the client does not read, since when.
+    stalled: BTreeMap<u64, (Instant, Arc<Notify>)>,
+}
+
+impl ConnectionAccount {
+    /// Connections whose clients have read nothing for long; the oldest come first.
+    fn stalled(&self) -> usize {
+        self.stalled.values().take_while(|(since, _)| since.elapsed() >= STALLED).count()
+    }
+
+    /// True if a connection was there, which is taken out.
+    fn remove(&mut self, moment: u64) -> bool {
+        self.idle.remove(&moment).is_some()
+            || self.busy.remove(&moment).is_some()
+            || self.stalled.remove(&moment).is_some()
+    }
 }
 
 /// No place for a connection: so many are in use, and of its address.
@@ -44,7 +74,7 @@ impl ConnectionTable {
         Arc::new(ConnectionTable { most, state: Mutex::default() })
     }
 
-    /// Takes a connection in, if need be in the place of an idle one.
+    /// Takes a connection in, if need be in the place of another.
     pub(crate) fn admit(
         self: &Arc<ConnectionTable>,
         address: IpAddr,
@@ -57,28 +87,39 @@ impl ConnectionTable {
         }
         state.total += 1;
         state.moments += 1;
-        let (since, closed) = (state.moments, Arc::<Notify>::default());
+        let (moment, closed) = (state.moments, Arc::<Notify>::default());
         let own = state.accounts.entry(account).or_default();
         own.total += 1;
-        own.idle.insert(since, closed.clone());
-        let (table, idle_since) = (self.clone(), AtomicU64::new(since));
-        Ok(Arc::new(ClientConnection { table, account, closed, idle_since }))
+        own.idle.insert(moment, closed.clone());
+        let (table, moment) = (self.clone(), AtomicU64::new(moment));
+        Ok(Arc::new(ClientConnection { table, account, closed, moment }))
     }
 }
 
 impl TableState {
-    /// Closes an idle connection of who has the most of them, or of the account itself; of another
-    /// one only if that has as many connections.
+    /// Closes a connection for one of an account.
     fn close_one(&mut self, account: PeerSource) -> bool {
         let own = self.accounts.get(&account).map_or(0, |own| own.total);
-        let may = |(of, it): &(&PeerSource, &ConnectionAccount)| {
-            !it.idle.is_empty() && (**of == account || it.total >= own)
+        let may = |(of, it): &(&PeerSource, &ConnectionAccount)| **of == account || it.total >= own;
+        let most = |count: fn(&ConnectionAccount) -> usize| {
+            let all = self.accounts.iter().filter(may).map(|(of, it)| (count(it), *of));
+            all.filter(|(count, _)| *count > 0).max_by_key(|(count, _)| *count).map(|(_, of)| of)
         };
-        let all = self.accounts.iter().filter(may);
-        let Some((of, _)) = all.max_by_key(|(_, it)| it.idle.len()) else { return false };
-        let of = *of;
-        let idle = self.accounts.get_mut(&of).and_then(|it| it.idle.pop_first());
-        let Some((_, closed)) = idle else { return false };
+        let busiest = self.accounts.iter().filter(|(_, it)| it.total > own + 1);
+        let (of, use_of): (_, fn(&mut ConnectionAccount) -> Option<Arc<Notify>>) =
+            if let Some(of) = most(|it| it.idle.len()) {
+                (of, |it| it.idle.pop_first().map(|(_, closed)| closed))
+            } else if let Some(of) = most(ConnectionAccount::stalled) {
+                (of, |it| it.stalled.pop_first().map(|(_, (_, closed))| closed))
+            } else if let Some((of, _)) = busiest.max_by_key(|(_, it)| it.total) {
+                (*of, |it| {
+                    let stalled = || it.stalled.pop_last().map(|(_, (_, closed))| closed);
+                    it.busy.pop_last().map(|(_, closed)| closed).or_else(stalled)
+                })
+            } else {
+                return false;
+            };
+        let Some(closed) = self.accounts.get_mut(&of).and_then(use_of) else { return false };
         closed.notify_one();
         self.gone(of);
         true
@@ -95,17 +136,14 @@ impl TableState {
     }
 }
 
-/// A connection in use.
-const BUSY: u64 = 0;
-
 /// One of the connections, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct ClientConnection {
     table: Arc<ConnectionTable>,
     account: PeerSource,
     closed: Arc<Notify>,
-    /// The moment at which it became idle, or [`BUSY`].
-    idle_since: AtomicU64,
+    /// The moment at which its use changed.
+    moment: AtomicU64,
 }
 
 impl ClientConnection {
@@ -118,27 +156,51 @@ impl ClientConnection {
         self.closed.notified().await;
     }
 
-    /// It has a request whose body is whole, and stays until that is answered.
+    /// Has it stay, as it has a request whose body is whole, until that is answered.
     pub(crate) fn begin(&self) {
-        let state = &mut *lock(&self.table.state);
-        let since = self.idle_since.load(Ordering::Relaxed);
-        let own = state.accounts.get_mut(&self.account);
-        // One that is being closed is not there.
-        if own.is_some_and(|own| own.idle.remove(&since).is_some()) {
-            self.idle_since.store(BUSY, Ordering::Relaxed);
-        }
+        self.change(|own, before, now| {
+            let closed = own.idle.remove(&before)?;
+            own.busy.insert(now, closed);
+            Some(())
+        });
     }
 
-    /// Its request has its answer.
+    /// Marks it as idle: its request has its answer.
     pub(crate) fn end(&self) {
-        if self.idle_since.load(Ordering::Relaxed) != BUSY {
-            return;
-        }
+        self.change(|own, before, now| {
+            let stalled = own.stalled.remove(&before).map(|(_, closed)| closed);
+            let closed = stalled.or_else(|| own.busy.remove(&before))?;
+            own.idle.insert(now, closed);
+            Some(())
+        });
+    }
+
+    /// Marks it as one whose client does not read its answer.
+    pub(crate) fn stall(&self) {
+        self.change(|own, before, now| {
+            let closed = own.busy.remove(&before)?;
+            own.stalled.insert(now, (Instant::now(), closed));
+            Some(())
+        });
+    }
+
+    /// Marks it as one whose client reads on.
+    pub(crate) fn resume(&self) {
+        self.change(|own, before, now| {
+            let (_, closed) = own.stalled.remove(&before)?;
+            own.busy.insert(now, closed);
+            Some(())
+        });
+    }
+
+    /// Moves it between the maps of its account, unless it is being closed, or `to` leaves it.
+    fn change(&self, to: impl FnOnce(&mut ConnectionAccount, u64, u64) -> Option<()>) {
         let state = &mut *lock(&self.table.state);
-        state.moments += 1;
-        self.idle_since.store(state.moments, Ordering::Relaxed);
-        if let Some(own) = state.accounts.get_mut(&self.account) {
-            own.idle.insert(state.moments, self.closed.clone());
+        let (before, now) = (self.moment.load(Ordering::Relaxed), state.moments + 1);
+        let own = state.accounts.get_mut(&self.account);
+        if own.and_then(|own| to(own, before, now)).is_some() {
+            state.moments = now;
+            self.moment.store(now, Ordering::Relaxed);
         }
     }
 }
@@ -146,11 +208,9 @@ impl ClientConnection {
 impl Drop for ClientConnection {
     fn drop(&mut self) {
         let state = &mut *lock(&self.table.state);
-        let since = self.idle_since.load(Ordering::Relaxed);
-        let own = state.accounts.get_mut(&self.account);
-        let was_idle = own.is_some_and(|own| own.idle.remove(&since).is_some());
+        let moment = self.moment.load(Ordering::Relaxed);
         // One that was closed for another is not counted any more.
-        if was_idle || since == BUSY {
+        if state.accounts.get_mut(&self.account).is_some_and(|own| own.remove(moment)) {
             state.gone(self.account);
         }
     }
@@ -165,13 +225,13 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_most_idle_ones_gives_way() {
+    fn the_address_with_the_most_idle_ones_gives_way() {
         let table = ConnectionTable::new(4);
         let quiet = table.admit(at(1)).expect("room");
         let mut flood: Vec<_> =
             (0..20).map(|_| table.admit(at(2)).expect("it closes its own")).collect();
         assert_eq!(lock(&table.state).accounts[&PeerSource::new(at(2))].total, 3);
-        // All in use: nobody gives way but who has as many.
+        // All in use: an address gets no place of others that have fewer.
         flood.drain(..17);
         flood.iter().for_each(|it| it.begin());
         assert_eq!(table.admit(at(2)).err(), Some(NoPlace { most: 4, own: 3 }));
@@ -182,5 +242,72 @@ mod tests {
         drop((flood, new));
         let state = lock(&table.state);
         assert!(state.total == 0 && state.accounts.is_empty(), "{state:?}");
+    }
+
+    /// Connections of an address, all with a request.
+    fn busy(table: &Arc<ConnectionTable>, n: u8, count: usize) -> Vec<Arc<ClientConnection>> {
+        let begun = || {
+            let connection = table.admit(at(n)).expect("room");
+            connection.begin();
+            connection
+        };
+        std::iter::repeat_with(begun).take(count).collect()
+    }
+
+    fn total(table: &ConnectionTable, n: u8) -> usize {
+        lock(&table.state).accounts.get(&PeerSource::new(at(n))).map_or(0, |it| it.total)
+    }
+
+    /// True if it is being closed for another.
+    fn is_closed(connection: &ClientConnection) -> bool {
+        let state = lock(&connection.table.state);
+        let moment = connection.moment.load(Ordering::Relaxed);
+        let own = state.accounts.get(&connection.account);
+        !own.is_some_and(|it| {
+            it.idle.contains_key(&moment)
+                || it.busy.contains_key(&moment)
+                || it.stalled.contains_key(&moment)
+        })
+    }
+
+    #[test]
+    fn one_address_with_all_places_in_use_does_not_keep_others_out() {
+        let table = ConnectionTable::new(4);
+        let flood = busy(&table, 1, 4);
+        let mut others = busy(&table, 2, 2);
+        assert_eq!((total(&table, 1), total(&table, 2)), (2, 2));
+        let closed: Vec<bool> = flood.iter().map(|it| is_closed(it)).collect();
+        assert_eq!(closed, [false, false, true, true], "the newest give way");
+        // Nobody gets more than others have left.
+        assert_eq!(table.admit(at(2)).err(), Some(NoPlace { most: 4, own: 2 }));
+        assert_eq!(table.admit(at(1)).err(), Some(NoPlace { most: 4, own: 2 }));
+        let third = table.admit(at(3)).err();
+        assert_eq!(third, None, "one of two gives way to an address without any");
+        drop((flood, others.split_off(0)));
+        let state = lock(&table.state);
+        assert!(state.total == 0 && state.accounts.is_empty(), "{state:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn connections_that_are_not_read_give_way_before_others_in_use() {
+        let table = ConnectionTable::new(4);
+        let flood = busy(&table, 1, 4);
+        flood[1].stall();
+        flood[0].stall();
+        flood[0].resume();
+        // A client that pauses is not taken for one that does not read.
+        tokio::time::advance(STALLED / 2).await;
+        flood[2].stall();
+        tokio::time::advance(STALLED / 2).await;
+        let first = table.admit(at(1)).expect("an unread one of its own gives way");
+        first.begin();
+        let closed: Vec<bool> = flood.iter().map(|it| is_closed(it)).collect();
+        assert_eq!(closed, [false, true, false, false]);
+        assert_eq!(table.admit(at(1)).err(), Some(NoPlace { most: 4, own: 4 }));
+        // Its answer is out: it is idle as others.
+        flood[2].end();
+        assert!(table.admit(at(2)).is_ok() && is_closed(&flood[2]));
+        drop((flood, first));
+        assert_eq!(lock(&table.state).total, 0);
     }
 }

@@ -296,7 +296,12 @@ mod tests {
             prefix_tokens: 16,
         };
         let proof = FleetProof::open(None).expect("no secret");
-        let settings = Arc::new(HttpSettings { limits, authorization: None, proof: proof.clone() });
+        let settings = Arc::new(HttpSettings {
+            limits,
+            authorization: None,
+            proof: proof.clone(),
+            write_timeout: short,
+        });
         let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);

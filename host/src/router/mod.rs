@@ -10,6 +10,7 @@ mod api;
 mod args;
 mod body;
 mod body_chain;
+mod client_stream;
 mod connections;
 mod encoding;
 mod error;
@@ -209,6 +210,7 @@ fn start(
     let operators = PatientListener::new(TcpListener::from_std(operators)?, "operators");
     let clock = clock();
     let (metrics, registry) = parts.metrics;
+    let write_timeout = settings.write_timeout;
     let settings = Arc::new(settings);
     let expiry = Duration::from_nanos(config.expiry.0);
     let router = kvferry_engine::core::router::Router::new(config, Incarnation(rand::random()));
@@ -240,6 +242,7 @@ fn start(
         table: client_table,
         certificate: certificate.map(Arc::new),
         meters: metrics.clients,
+        write_timeout,
     };
     let telling = ServedListener {
         listener: operators,
@@ -247,6 +250,7 @@ fn start(
         table: admin_table,
         certificate: None,
         meters: ClientMeters::default(),
+        write_timeout,
     };
     let (_operators, never) = watch::channel(false);
     let _ends_with_the_system = actix::spawn(server::serve(telling, never));

@@ -1,6 +1,7 @@
 //! Connections: bounded in number, header and silence, and ended gracefully. Those of clients and
 //! those of operators have places of their own.
 
+use super::client_stream::ClientStream;
 use super::connections::{ClientConnection, ConnectionTable, NoPlace};
 use super::error::HttpError;
 use super::metrics::{ClientMeters, Counted};
@@ -40,11 +41,21 @@ pub(crate) struct ServedListener {
     /// What is shown to who connects, if TLS is to be spoken.
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     pub(crate) meters: ClientMeters,
+    /// Time in which a client has to read something of its answer.
+    pub(crate) write_timeout: Duration,
+}
+
+/// What is done at each connection of a listener.
+#[derive(Clone)]
+struct ConnectionService {
+    app: Router,
+    write_timeout: Duration,
 }
 
 /// Serves until `stop` says so, then waits until all connections have their answers.
 pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool>) {
-    let ServedListener { mut listener, app, table, certificate, meters } = served;
+    let ServedListener { mut listener, app, table, certificate, meters, write_timeout } = served;
+    let service = ConnectionService { app, write_timeout };
     let stopping = stop.clone();
     // Each connection has one of them; nobody sends.
     let (open, mut ended) = mpsc::channel::<()>(1);
@@ -55,7 +66,7 @@ pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool
         };
         match table.admit(from.ip()) {
             Ok(own) => {
-                let (app, stopping) = (app.clone(), stopping.clone());
+                let (service, stopping) = (service.clone(), stopping.clone());
                 let (certificate, meters) = (certificate.clone(), meters.clone());
                 let open = open.clone();
                 // Its place is given back when it ends.
@@ -64,11 +75,11 @@ pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool
                     // Without it small answers wait; with it failing they only wait.
                     let _ = stream.set_nodelay(true);
                     match certificate {
-                        None => connection(stream, app, own, stopping).await,
+                        None => connection(stream, service, own, stopping).await,
                         Some(certificate) => {
                             let secured = secured(stream, &certificate, &own, stopping.clone());
                             match secured.await {
-                                Ok(stream) => connection(stream, app, own, stopping).await,
+                                Ok(stream) => connection(stream, service, own, stopping).await,
                                 Err(why) => {
                                     tracing::debug!(why, %from, "no TLS connection of a client");
                                     meters.handshakes_failed.inc();
@@ -149,7 +160,7 @@ async fn secured(
 
 async fn connection(
     stream: impl AsyncRead + AsyncWrite + Unpin + 'static,
-    app: Router,
+    ConnectionService { app, write_timeout }: ConnectionService,
     own: Arc<ClientConnection>,
     mut stop: watch::Receiver<bool>,
 ) {
@@ -162,6 +173,7 @@ async fn connection(
         let (answer, known) = (app.call(request), known.clone());
         async move { answer.await.map(|it| it.map(|body| CountedBody { body, own: known })) }
     });
+    let stream = ClientStream::new(stream, write_timeout, own.clone());
     let serving = server.serve_connection(TokioIo::new(stream), service);
     let mut serving = std::pin::pin!(serving);
     let ended = tokio::select! {

@@ -21,3 +21,4 @@ mod static_instances;
 mod streams;
 mod switch;
 mod tls;
+mod unread;

@@ -1,9 +1,12 @@
 //! Memory and time that one client, or the answers to it, can take of the router. Memory is that of
 //! the process; times are compared within one run.
 
+use crate::process::ServeProcess;
 use crate::raw_instance::{PARAMS, RawInstance, decoded, prefilled};
 use crate::rig::{PATIENCE, TestResponse, TestRouter};
 use serde_json::{Map, Value, json};
+use std::io::Write;
+use std::net::TcpStream;
 use std::process::Child;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -136,4 +139,31 @@ async fn answers_that_do_not_end_take_no_more_than_one_budget() {
     let grown = memory(&router.child, "VmHWM").saturating_sub(rest) / MIB;
     assert!(grown < 192, "{grown} MiB for answers, where all bodies may take 128 MiB");
     assert_eq!(router.get_of_client("/health").await.status, 200);
+}
+
+#[test]
+fn bodies_at_an_instance_share_one_budget() {
+    const BODY: usize = 30 * MIB;
+    let args = ["--role", "prefill", "--mode", "pull", "--http-port", "0"];
+    let instance = ServeProcess::serve(&args);
+    let rest = memory(&instance.child, "VmRSS");
+    let mut request = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n\
+         content-type: application/json\r\ncontent-length: {BODY}\r\n\r\n"
+    )
+    .into_bytes();
+    // All but the last byte, so that they stay.
+    request.resize(request.len() + BODY - 1, b' ');
+    let mut held = Vec::new();
+    for _ in 0..20 {
+        let mut stream = TcpStream::connect(instance.text("http")).unwrap();
+        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        if let Err(why) = stream.write_all(&request) {
+            // What is refused is not read.
+            assert_ne!(why.kind(), std::io::ErrorKind::WouldBlock, "it neither reads nor closes");
+        }
+        held.push(stream);
+    }
+    let grown = memory(&instance.child, "VmHWM").saturating_sub(rest) / MIB;
+    assert!(grown < 448, "{grown} MiB for 20 bodies of 30 MiB");
 }

@@ -11,7 +11,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 
 /// A process that ends with the test.
 pub(crate) struct ServeProcess {
-    child: Child,
+    pub(crate) child: Child,
     /// What it said when it was ready.
     pub(crate) ready: Value,
 }

@@ -11,14 +11,14 @@ use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{sleep, timeout};
 
 /// Silence after which nothing more is expected: more than all tries of all legs may take.
-const QUIET: Duration = Duration::from_secs(120);
+const QUIET: Duration = Duration::from_secs(50);
 
 /// Time in which the router takes bytes, or is taken not to read.
 const UNREAD: Duration = Duration::from_secs(90);
 
 /// A connection while its script is played.
 #[derive(Default)]
-struct ClientState {
+struct ScriptedClient {
     received: RefCell<Vec<u8>>,
     /// Requests that were sent to their end.
     sent: Cell<usize>,
@@ -37,7 +37,7 @@ pub(super) async fn play(steps: Vec<ClientStep>, from: Ipv4Addr, to: SocketAddr)
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind((from, 0).into()).expect("an address of loopback");
     let mut stream = socket.connect(to).await.expect("the router listens");
-    let state = ClientState::default();
+    let state = ScriptedClient::default();
     let was_reset = {
         let (reads, writes) = stream.split();
         let (reading, writing) = (read(reads, &state), write(writes, &steps, &state));
@@ -63,7 +63,7 @@ pub(super) async fn play(steps: Vec<ClientStep>, from: Ipv4Addr, to: SocketAddr)
     }
 }
 
-fn check(state: &ClientState) {
+fn check(state: &ScriptedClient) {
     let received = state.received.borrow();
     let found = responses(&received).unwrap_or_else(|why| panic!("{why}"));
     let whole = found.iter().filter(|it| it.is_whole).count();
@@ -80,7 +80,7 @@ fn check(state: &ClientState) {
     );
 }
 
-async fn read(mut reads: ReadHalf<'_>, state: &ClientState) {
+async fn read(mut reads: ReadHalf<'_>, state: &ScriptedClient) {
     let mut buffer = vec![0; 16 << 10];
     loop {
         if state.is_deaf.get() {
@@ -100,7 +100,7 @@ async fn read(mut reads: ReadHalf<'_>, state: &ClientState) {
 }
 
 /// Does the steps; true if the last one is a reset.
-async fn write(mut writes: WriteHalf<'_>, steps: &[ClientStep], state: &ClientState) -> bool {
+async fn write(mut writes: WriteHalf<'_>, steps: &[ClientStep], state: &ScriptedClient) -> bool {
     for step in steps {
         let (bytes, piece, is_request) = match step {
             ClientStep::Raw(bytes) => (bytes.clone(), usize::MAX, false),

@@ -19,15 +19,15 @@ const MODELS: &str = r#"{"object":"list","data":[{"id":"m","object":"model"}]}"#
 /// Answers that are left.
 pub(super) type Answers = Rc<RefCell<VecDeque<ScriptedAnswer>>>;
 
-pub(super) struct StubInstance {
+pub(super) struct ScriptedInstance {
     pub(super) http: SocketAddr,
     /// Answers to the next legs; without any they are answered well.
     pub(super) answers: Answers,
 }
 
-impl StubInstance {
+impl ScriptedInstance {
     /// An instance at a free port, until the system ends.
-    pub(super) async fn start(is_prefill: bool) -> StubInstance {
+    pub(super) async fn start(is_prefill: bool) -> ScriptedInstance {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let http = listener.local_addr().expect("bound");
         let answers = Answers::default();
@@ -39,12 +39,12 @@ impl StubInstance {
                 actix::spawn(async move { serve(stream, answers, is_prefill).await.ok() });
             }
         });
-        StubInstance { http, answers }
+        ScriptedInstance { http, answers }
     }
 }
 
 /// A leg, without its body.
-struct ReceivedLeg {
+struct ScriptedLeg {
     is_get: bool,
     is_streamed: bool,
 }
@@ -70,7 +70,7 @@ async fn serve(mut stream: TcpStream, answers: Answers, is_prefill: bool) -> io:
 }
 
 /// The next leg, whose body is not kept; `bytes` are what came behind it.
-async fn receive(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> io::Result<Option<ReceivedLeg>> {
+async fn receive(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> io::Result<Option<ScriptedLeg>> {
     let mut buffer = [0; 4096];
     let head = loop {
         if let Some(end) = memmem::find(bytes, b"\r\n\r\n") {
@@ -85,7 +85,7 @@ async fn receive(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> io::Result<Opti
     let text = String::from_utf8_lossy(&bytes[..head]).to_ascii_lowercase();
     let length = text.split("\r\n").find_map(|line| line.strip_prefix("content-length:"));
     let mut left: usize = length.and_then(|length| length.trim().parse().ok()).unwrap_or(0);
-    let mut leg = ReceivedLeg { is_get: text.starts_with("get "), is_streamed: false };
+    let mut leg = ScriptedLeg { is_get: text.starts_with("get "), is_streamed: false };
     let mut window = bytes.split_off(head + 4);
     *bytes = Vec::new();
     loop {
@@ -113,7 +113,7 @@ async fn send_whole(stream: &mut TcpStream, kind: &str, body: &str) -> io::Resul
     stream.write_all((head + body).as_bytes()).await
 }
 
-fn usual(leg: &ReceivedLeg, is_prefill: bool) -> (&'static str, &'static str) {
+fn usual(leg: &ScriptedLeg, is_prefill: bool) -> (&'static str, &'static str) {
     match (is_prefill, leg.is_streamed) {
         (true, _) => (
             "application/json",
@@ -130,7 +130,7 @@ fn usual(leg: &ReceivedLeg, is_prefill: bool) -> (&'static str, &'static str) {
     }
 }
 
-async fn send_usual(stream: &mut TcpStream, leg: &ReceivedLeg, prefill: bool) -> io::Result<()> {
+async fn send_usual(stream: &mut TcpStream, leg: &ScriptedLeg, prefill: bool) -> io::Result<()> {
     let (kind, body) = usual(leg, prefill);
     send_whole(stream, kind, body).await
 }
@@ -139,7 +139,7 @@ async fn send_usual(stream: &mut TcpStream, leg: &ReceivedLeg, prefill: bool) ->
 async fn send(
     stream: &mut TcpStream,
     answer: &ScriptedAnswer,
-    leg: &ReceivedLeg,
+    leg: &ScriptedLeg,
     is_prefill: bool,
 ) -> io::Result<bool> {
     sleep(answer.delay()).await;

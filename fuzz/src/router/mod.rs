@@ -11,7 +11,7 @@ mod seeds;
 pub use self::seeds::seeds;
 
 use self::client::{ask, play};
-use self::instance::StubInstance;
+use self::instance::ScriptedInstance;
 use self::script::Script;
 use crate::allocated;
 use kvferry::{HeldByRouter, RouterInProcess};
@@ -72,7 +72,8 @@ pub fn run(data: &[u8]) {
 
 async fn exchange(script: Script) {
     let Script { clients, instances } = script;
-    let [prefill, decode] = [StubInstance::start(true).await, StubInstance::start(false).await];
+    let [prefill, decode] =
+        [ScriptedInstance::start(true).await, ScriptedInstance::start(false).await];
     let (p, d) = (format!("http://{}", prefill.http), format!("http://{}", decode.http));
     let short = ["--queue-timeout", "1", "--answer-timeout", "5", "--idle-timeout", "5"];
     let small = ["--body-max", "524288", "--bodies-max", "4194304", "--connections-max", "8"];

@@ -117,15 +117,14 @@ fn of_instances() -> Vec<Vec<u8>> {
     let error = &b"{\"error\":{\"message\":\"m\",\"code\":503}}"[..];
     answers.push(([0, 1 | EVENTS, 0, 0xa1], error));
     answers.push(([0, 1 | EVENTS, 0, 0xa3], b"{\"choices\":[{\"index\":7}],\"usage\":{}}"));
-    let seeds = answers.iter().enumerate().flat_map(|(nth, (fields, text))| {
-        [PREFILL, DECODE].map(|role| {
-            let asked = match nth % 3 {
-                0 => plain(),
-                1 => streamed(),
-                _ => request(CLIENT, REQUEST, [STREAM | LIST, 4, 0], b""),
-            };
-            [answer(role, *fields, text), asked].concat()
-        })
+    let seeds = answers.iter().enumerate().map(|(nth, (fields, text))| {
+        let asked = match nth % 3 {
+            0 => plain(),
+            1 => streamed(),
+            _ => request(CLIENT, REQUEST, [STREAM | LIST, 4, 0], b""),
+        };
+        let answers = [PREFILL, DECODE].map(|role| answer(role, *fields, text));
+        [answers.concat(), asked].concat()
     });
     seeds.collect()
 }

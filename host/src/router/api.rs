@@ -2,12 +2,11 @@
 
 use super::body_chain::BodyChain;
 use super::error::HttpError;
-use super::fields::{FieldEdit, JsonFields, Splices, elements};
+use super::fields::{FieldEdit, JsonFields, Splices};
 use super::lax;
+use super::prompts::{PromptRange, check_parts, estimate, prompts};
 use bytes::Bytes;
 use kvferry_engine::core::router::RoutedPrompt;
-use std::hash::{DefaultHasher, Hash, Hasher};
-use std::ops::Range;
 use std::sync::Arc;
 
 /// A way to ask for tokens.
@@ -80,9 +79,6 @@ static ONE_OUTPUT_TOKEN: [(&str, FieldEdit); 3] = [
 static ONE_MESSAGE_TOKEN: [(&str, FieldEdit); 2] =
     [("max_tokens", put(b"1")), ("stream", put(b"false"))];
 
-/// Bytes of text that are taken for a token where only the load is concerned.
-const TOKEN_BYTES: usize = 4;
-
 /// Tokens that a request without a limit is taken to generate.
 const OUTPUT: u32 = 256;
 
@@ -108,7 +104,7 @@ impl Api {
         }
     }
 
-    fn prompt_key(self) -> &'static str {
+    pub(super) fn prompt_key(self) -> &'static str {
         match self {
             Api::Completions => "prompt",
             Api::Chat | Api::Messages => "messages",
@@ -148,13 +144,6 @@ pub(crate) struct RequestPart {
     pub(crate) sample: u32,
 }
 
-/// A prompt in the body.
-#[derive(Clone, Debug)]
-pub(crate) struct PromptRange {
-    pub(crate) field: &'static str,
-    pub(crate) value: Range<usize>,
-}
-
 /// What a body asks for.
 #[derive(Clone, Debug)]
 pub(crate) struct GenerationRequest {
@@ -162,8 +151,6 @@ pub(crate) struct GenerationRequest {
     fields: JsonFields,
     /// Of the path that has them in an object of their own.
     sampling_params: Option<JsonFields>,
-    /// Changes that all legs have.
-    common: Splices,
     pub(crate) stream: bool,
     /// Samples per prompt.
     pub(crate) samples: u32,
@@ -188,6 +175,7 @@ impl GenerationRequest {
         prefix_tokens: u32,
         parts_max: u32,
     ) -> Result<(GenerationRequest, Vec<RoutedPrompt>), HttpError> {
+        let fields = cleaned(api, fields)?;
         let stream = boolean(&fields, "stream")?;
         let sampling_params = sampling_params(api, &fields)?;
         let samples = samples(api, &fields, sampling_params.as_ref())?;
@@ -208,12 +196,10 @@ impl GenerationRequest {
         let model =
             fields.get("model").and_then(|model| serde_json::from_slice::<String>(model).ok());
         let model = model.filter(|model| !model.is_empty()).map(Arc::from);
-        let common = without_transfer(&fields, sampling_params.as_ref());
         let asked = GenerationRequest {
             api,
             fields,
             sampling_params,
-            common,
             stream,
             samples,
             seed,
@@ -227,7 +213,7 @@ impl GenerationRequest {
     /// The body of a leg of one part, with this `kv_transfer_params`.
     pub(crate) fn leg(&self, part: usize, prefill: bool, transfer: Option<Bytes>) -> BodyChain {
         let part = &self.parts[part];
-        let mut splices = self.common.clone();
+        let mut splices = Splices::default();
         let mut edits: Vec<(&str, FieldEdit)> = Vec::with_capacity(24);
         if prefill {
             edits.extend_from_slice(self.api.one_token());
@@ -266,15 +252,25 @@ impl GenerationRequest {
 /// Edits of the `sampling_params` of a prefill leg.
 static ONE_SAMPLED: [(&str, FieldEdit); 2] = [("max_tokens", put(b"1")), ("min_tokens", put(b"1"))];
 
-/// The changes that remove a client's `kv_transfer_params` where engines read them beside the
-/// member of that name: vLLM makes all of these its `extra_args`.
-fn without_transfer(fields: &JsonFields, sampling_params: Option<&JsonFields>) -> Splices {
+/// The body without members whose keys come again, so that legs have few changes, and without the
+/// client's `kv_transfer_params` where engines read them beside the member of that name: vLLM makes
+/// both of these its `extra_args`.
+fn cleaned(api: Api, fields: JsonFields) -> Result<JsonFields, HttpError> {
     let mut splices = Splices::default();
+    fields.edit(&[], &mut splices);
+    let sampling_params = sampling_params(api, &fields)?;
+    if let Some(params) = &sampling_params {
+        params.edit(&[], &mut splices);
+    }
     let extra_args = sampling_params.and_then(|params| params.object("extra_args"));
     for object in fields.object("vllm_xargs").iter().chain(&extra_args) {
         object.edit(&[("kv_transfer_params", FieldEdit::Drop)], &mut splices);
     }
-    splices
+    if splices.is_empty() {
+        return Ok(fields);
+    }
+    let text = splices.chain(fields.text()).to_bytes();
+    JsonFields::parse(text).map_err(|why| HttpError::bad(&why.of("the body"), ""))
 }
 
 /// The `sampling_params` of the path that has them, if the body does.
@@ -336,114 +332,6 @@ fn samples(
             "best_of",
         )),
     }
-}
-
-/// The prompts of a body.
-struct PromptRanges {
-    /// As many as may be.
-    ranges: Vec<PromptRange>,
-    /// All of them.
-    count: usize,
-    /// The field with most of them.
-    field: &'static str,
-}
-
-/// Refuses more transfers than `--parts-max`, by the name of the field that asks for them.
-fn check_parts(prompts: &PromptRanges, samples: u32, parts_max: u32) -> Result<(), HttpError> {
-    let count = prompts.count as u64;
-    if count * u64::from(samples) <= u64::from(parts_max) {
-        return Ok(());
-    }
-    let is_prompts = samples == 1 || count > u64::from(parts_max);
-    let message = format!(
-        "{count} prompts with {samples} samples each are more than {parts_max} transfers, the \
-         limit of --parts-max; send several requests"
-    );
-    Err(HttpError::bad(&message, if is_prompts { prompts.field } else { "n" }))
-}
-
-/// The prompts, at least one, and at most `most` of them.
-fn prompts(api: Api, fields: &JsonFields, most: usize) -> Result<PromptRanges, HttpError> {
-    let key = api.prompt_key();
-    if api != Api::Completions {
-        let value = fields.range(key);
-        let value = value.ok_or_else(|| HttpError::bad(&format!("{key} is missing"), key))?;
-        return Ok(PromptRanges {
-            ranges: vec![PromptRange { field: key, value }],
-            count: 1,
-            field: key,
-        });
-    }
-    // In the order in which vLLM answers them.
-    let fields_of = ["prompt_embeds", key];
-    let mut all = PromptRanges { ranges: Vec::new(), count: 0, field: key };
-    for field in fields_of {
-        let before = all.count;
-        all.add(fields, field, most)?;
-        if all.count - before > before {
-            all.field = field;
-        }
-    }
-    match all.count {
-        0 if fields.range(key).is_some() => Err(HttpError::bad("prompt is an empty list", key)),
-        0 => Err(HttpError::bad(&format!("{key} is missing"), key)),
-        _ => Ok(all),
-    }
-}
-
-impl PromptRanges {
-    /// Adds the prompts of a field of completions: a text, a list of token ids, or a list of those.
-    fn add(
-        &mut self,
-        fields: &JsonFields,
-        field: &'static str,
-        most: usize,
-    ) -> Result<(), HttpError> {
-        let Some(value) = fields.range(field) else { return Ok(()) };
-        let text = &fields.text()[value.clone()];
-        let first = text.strip_prefix(b"[").map(|inner| inner.trim_ascii_start().first());
-        let is_one = match first {
-            // The instance checks the tokens.
-            Some(Some(b'0'..=b'9' | b'-' | b't' | b'f')) if field == "prompt" => true,
-            Some(Some(b'"')) => false,
-            Some(Some(b'[')) if field == "prompt" => false,
-            Some(Some(b']')) => return Ok(()),
-            None if text.starts_with(b"\"") => true,
-            _ => {
-                let kinds = if field == "prompt" { ", a list of token ids," } else { "" };
-                let message = format!("{field} is not a string{kinds} or a list of those");
-                return Err(HttpError::bad(&message, field));
-            }
-        };
-        if is_one {
-            self.ranges.push(PromptRange { field, value });
-            self.count += 1;
-            return Ok(());
-        }
-        let (found, count) = elements(fields.text(), value, most)
-            .map_err(|why| HttpError::bad(&format!("{field}: {why}"), field))?;
-        self.ranges.extend(found.into_iter().map(|value| PromptRange { field, value }));
-        self.count += count;
-        Ok(())
-    }
-}
-
-/// A prompt as far as its load is concerned: its text is not tokenised, and prefixes are runs of
-/// text.
-fn estimate(prompt: &[u8], prefix_tokens: u32) -> RoutedPrompt {
-    let is_ids = prompt.starts_with(b"[") && memchr::memchr2(b'"', b'{', prompt).is_none();
-    let tokens = match is_ids {
-        true => memchr::memchr_iter(b',', prompt).count() + 1,
-        false => prompt.len() / TOKEN_BYTES,
-    };
-    let run = (prefix_tokens as usize).saturating_mul(TOKEN_BYTES).max(1);
-    let mut hasher = DefaultHasher::new();
-    let runs = prompt.chunks_exact(run).map(|run| {
-        run.hash(&mut hasher);
-        hasher.finish()
-    });
-    let prefix: Vec<u64> = runs.collect();
-    RoutedPrompt { tokens: u32::try_from(tokens).unwrap_or(u32::MAX).max(1), prefix: prefix.into() }
 }
 
 #[cfg(test)]
@@ -588,8 +476,9 @@ mod tests {
     #[test]
     fn legs_share_the_bytes_of_the_body() {
         let prompt = "p".repeat(1 << 20);
+        let again = format!("\"again\":\"{}\",", "x".repeat(200)).repeat(1000);
         let (asked, _) =
-            read(Api::Completions, &format!("{{\"prompt\":\"{prompt}\",\"n\":8}}")).unwrap();
+            read(Api::Completions, &format!("{{{again}\"prompt\":\"{prompt}\",\"n\":8}}")).unwrap();
         let within = asked.fields.text().as_ptr_range();
         for part in 0..8 {
             for prefill in [true, false] {
@@ -598,16 +487,5 @@ mod tests {
                 assert!(copied.map(|it| it.len()).sum::<usize>() < 1024);
             }
         }
-    }
-
-    #[test]
-    fn equal_beginnings_have_equal_prefixes() {
-        let ids = estimate(b"[1,2,3,4]", 2);
-        assert_eq!(ids.tokens, 4);
-        let (one, two) =
-            (estimate(b"\"abcdefghijklmnopq\"", 2), estimate(b"\"abcdefghijklmn_pq\"", 2));
-        assert_eq!((one.tokens, one.prefix.len()), (4, 2));
-        assert_eq!(one.prefix[0], two.prefix[0]);
-        assert_ne!(one.prefix[1], two.prefix[1]);
     }
 }

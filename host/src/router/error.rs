@@ -1,6 +1,8 @@
 //! Error objects as OpenAI's clients expect them.
 
 use super::api::Api;
+use super::fields::JsonFields;
+use super::lax;
 use super::retry_after::seconds;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
@@ -98,10 +100,8 @@ impl HttpError {
 
     /// An instance's own words if they are an error object, else as the message of one.
     pub(crate) fn relayed(status: StatusCode, body: Bytes) -> HttpError {
-        let object: Option<serde_json::Map<String, serde_json::Value>> =
-            serde_json::from_slice(&body).ok();
-        let is_error = object.is_some_and(|it| {
-            it.contains_key("error") || it.get("object").is_some_and(|it| it == "error")
+        let is_error = JsonFields::parse(body.clone()).is_ok_and(|object| {
+            object.get("error").is_some() || object.get("object") == Some(b"\"error\"")
         });
         if is_error {
             return HttpError { status, body, retry_after: None };
@@ -113,9 +113,11 @@ impl HttpError {
 
     /// What the error object says; nothing if an instance made one without a message.
     pub(crate) fn message(&self) -> String {
-        let object: serde_json::Value = serde_json::from_slice(&self.body).unwrap_or_default();
-        let message = object["error"]["message"].as_str().or_else(|| object["message"].as_str());
-        message.unwrap_or_default().to_owned()
+        let Ok(object) = JsonFields::parse(self.body.clone()) else { return String::new() };
+        let error = object.object("error");
+        let message = error.as_ref().and_then(|error| error.get("message"));
+        let message = message.or_else(|| object.get("message")).and_then(lax::string);
+        message.unwrap_or_default().into_owned()
     }
 
     /// The same as an event of a stream that had begun, and the end of the stream.
@@ -129,8 +131,10 @@ impl HttpError {
 
     /// The same in the form of a path: of /v1/messages that is Anthropic's.
     pub(crate) fn of(self, api: Api) -> HttpError {
-        let told = |object: &serde_json::Value| object["type"] == "error";
-        if api != Api::Messages || serde_json::from_slice(&self.body).is_ok_and(|it| told(&it)) {
+        let is_told = |body: Bytes| {
+            JsonFields::parse(body).is_ok_and(|object| object.get("type") == Some(b"\"error\""))
+        };
+        if api != Api::Messages || is_told(self.body.clone()) {
             return self;
         }
         let kind = match self.status.as_u16() {

@@ -139,9 +139,14 @@ impl RequestHandler {
             let message = format!("the body did not come within {:?}", limits.body);
             HttpError::new(StatusCode::REQUEST_TIMEOUT, &message)
         })??;
-        let extra = memory.add(encoding::extra_bytes(&body));
-        extra.map_err(|why| why.error("the body"))?;
-        encoding::to_utf8(body).map_err(|why| HttpError::bad(&format!("the body: {why}"), ""))
+        let extra = encoding::extra_bytes(&body);
+        memory.add(extra).map_err(|why| why.error("the body"))?;
+        let text = encoding::to_utf8(body);
+        if extra > 0 {
+            // The body as it came is gone. Less is always granted.
+            let _ = memory.set(extra);
+        }
+        text.map_err(|why| HttpError::bad(&format!("the body: {why}"), ""))
     }
 
     async fn collect(&self, mut body: Body, memory: &mut MemoryCharge) -> Result<Bytes, HttpError> {

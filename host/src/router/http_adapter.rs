@@ -189,9 +189,6 @@ impl HttpAdapter {
         let made = self.order(client, part, (&engine, &http), &pair, &body);
         let Some((order, span)) = made else { return };
         let inner_id = order.as_ref().ok().and_then(|order| order.inner_id.clone());
-        let Some(memory) = self.clients.get(&client).map(|it| it.job.memory.another()) else {
-            return;
-        };
         let (times, sent) = (self.metrics.times.of(role, &engine), Instant::now());
         if let Some(client) = self.clients.get_mut(&client) {
             times.queue.observe((sent - client.arrived).as_secs_f64());
@@ -202,7 +199,7 @@ impl HttpAdapter {
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
         let task = actix::spawn(async move {
             let news = match order {
-                Ok(order) => leg::run(pool, order, limits, memory).await,
+                Ok(order) => leg::run(pool, order, limits).await,
                 Err(why) => LegResult::Failed(LegError::invalid_answer(&why)),
             };
             core.do_send(LegMessage(leg, news));
@@ -369,8 +366,8 @@ impl HttpAdapter {
         let StreamBeginning { first, body, memory } = beginning;
         let relay = StreamRelay::new((first, body, memory), (idle, between), is_cut, tells, report);
         let body = PartBody::Stream(Box::new(relay));
-        let facts =
-            PartFacts { cached: client.parts[part].cached, inner_id: running.inner_id.clone() };
+        let cached = client.parts[part].cached;
+        let facts = PartFacts { cached, inner_id: running.inner_id.clone() };
         let _ = client.events.try_send(ClientEvent::Part { part, head, body, facts });
         out.push_back(leg_input(leg, LegEvent::FirstToken));
     }

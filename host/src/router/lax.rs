@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 
 /// The characters of a JSON string.
-fn string(value: &[u8]) -> Option<Cow<'_, str>> {
+pub(crate) fn string(value: &[u8]) -> Option<Cow<'_, str>> {
     let inner = value.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     if inner.contains(&b'\\') {
         return serde_json::from_slice::<String>(value).ok().map(Cow::Owned);

@@ -108,6 +108,8 @@ pub(crate) struct HttpLegRequest {
     pub(crate) body: BodyChain,
     /// The request id, if it names addresses of instances: answers must not show it.
     pub(crate) inner_id: Option<Arc<str>>,
+    /// For its answer.
+    pub(crate) memory: MemoryCharge,
     /// Whether the answer is handed on as it comes.
     pub(crate) stream: bool,
 }
@@ -117,13 +119,26 @@ pub(crate) async fn run(
     pool: ConnectionPool,
     order: HttpLegRequest,
     limits: HttpLimits,
-    memory: MemoryCharge,
 ) -> LegResult {
-    let to = order.to.clone();
-    match exchange(pool, order, limits, memory).await {
+    let (to, inner_id) = (order.to.clone(), order.inner_id.clone());
+    match exchange(pool, order, limits).await {
         Ok(news) => news,
-        Err(ExchangeError::Fault(fault)) => LegResult::Failed(*fault),
+        Err(ExchangeError::Fault(mut fault)) => {
+            fault.refusal.body = without_addresses(fault.refusal.body, inner_id.as_deref());
+            LegResult::Failed(*fault)
+        }
         Err(ExchangeError::Why(why)) => LegResult::Failed(LegError::connection(&to, &why)),
+    }
+}
+
+/// An error that does not show an id with addresses of instances: only its unique part is left.
+fn without_addresses(error: Bytes, inner_id: Option<&str>) -> Bytes {
+    match inner_id {
+        Some(id) if memmem::find(&error, id.as_bytes()).is_some() => {
+            let unique = id.rsplit('_').next().unwrap_or_default();
+            String::from_utf8_lossy(&error).replace(id, unique).into()
+        }
+        _ => error,
     }
 }
 
@@ -148,9 +163,8 @@ async fn exchange(
     pool: ConnectionPool,
     order: HttpLegRequest,
     limits: HttpLimits,
-    mut memory: MemoryCharge,
 ) -> Result<LegResult, ExchangeError> {
-    let HttpLegRequest { to, path, headers, body, stream, inner_id: _ } = order;
+    let HttpLegRequest { to, path, headers, body, stream, mut memory, inner_id: _ } = order;
     let mut request = Request::new(body);
     *request.method_mut() = Method::POST;
     *request.uri_mut() = PathAndQuery::from_static(path).into();

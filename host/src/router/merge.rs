@@ -12,6 +12,9 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Choices of one answer that are merged with those of others.
+const CHOICES_MAX: usize = 4096;
+
 /// What is known of an answer beside its bytes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PartFacts {
@@ -87,7 +90,12 @@ fn joined(answers: &[PartAnswer], shown: &ShownId) -> Result<BodyChain, String> 
         let mut splices = Splices::default();
         shown.replace(answer.facts.inner_id.as_ref(), text, &mut splices);
         if let Some(own) = fields.range("choices") {
-            let (own, _) = elements(text, own, usize::MAX).unwrap_or_default();
+            let (own, count) = elements(text, own, CHOICES_MAX).unwrap_or_default();
+            if count > CHOICES_MAX {
+                return Err(format!(
+                    "a decode instance's answer has more than {CHOICES_MAX} choices"
+                ));
+            }
             for choice in &own {
                 renumber(&fields, choice.clone(), part, &mut splices);
             }
@@ -319,7 +327,7 @@ impl StreamMerger {
         });
         fields.edit(&[("id", id), ("created", created)], splices);
         let choices = fields.range("choices");
-        let choices = choices.and_then(|own| elements(fields.text(), own, usize::MAX).ok());
+        let choices = choices.and_then(|own| elements(fields.text(), own, CHOICES_MAX).ok());
         if let (Some((choices, _)), Some(usage)) = (&choices, fields.object("usage"))
             && choices.is_empty()
         {

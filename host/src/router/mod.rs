@@ -30,6 +30,7 @@ mod model_lists;
 mod params;
 mod pool;
 mod probe;
+mod prompts;
 mod relay;
 mod request_spans;
 mod retry_after;

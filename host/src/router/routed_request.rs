@@ -95,12 +95,6 @@ pub(super) fn order(
     let prefill = body.role() == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer);
-    Ok(HttpLegRequest {
-        to: http.clone(),
-        path: job.asked.api.path(),
-        headers,
-        body,
-        inner_id,
-        stream,
-    })
+    let (path, memory) = (job.asked.api.path(), job.memory.another());
+    Ok(HttpLegRequest { to: http.clone(), path, headers, body, inner_id, memory, stream })
 }

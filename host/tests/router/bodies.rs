@@ -139,6 +139,12 @@ async fn answers_name_no_address_of_an_instance() {
                 assert!(!answer.body.contains("10.0.0.1"), "{answer:?}");
             }
         }
+        d.on(|leg: &ReceivedLeg| {
+            let message = format!("no request {}", leg.header("x-request-id"));
+            Some(Act::Json(400, json!({"error": {"message": message, "type": "t", "code": 400}})))
+        });
+        let error = router.ask().await.error();
+        assert!(error.starts_with("no request ") && !error.contains("_addr_"), "{error}");
     }
 }
 

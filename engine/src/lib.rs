@@ -64,6 +64,7 @@ pub mod planted;
 #[cfg(feature = "actors")]
 #[warn(missing_docs)]
 pub mod actors;
+mod authority;
 #[cfg(feature = "conformance")]
 #[warn(missing_docs)]
 pub mod conformance;

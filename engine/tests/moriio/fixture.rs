@@ -73,6 +73,16 @@ pub(crate) fn any_text() -> impl Strategy<Value = Arc<str>> {
     vec(any::<char>(), 0..40).prop_map(|text| String::from_iter(text).into())
 }
 
+/// A host name or an address.
+pub(crate) fn any_host() -> impl Strategy<Value = String> {
+    let name = "[a-z][a-z0-9-]{0,8}[a-z](\\.[a-z]{1,5}){0,2}";
+    prop_oneof![
+        2 => name,
+        1 => any::<std::net::Ipv4Addr>().prop_map(|it| it.to_string()),
+        1 => any::<std::net::Ipv6Addr>().prop_map(|it| it.to_string()),
+    ]
+}
+
 pub(crate) fn any_bytes() -> impl Strategy<Value = Arc<[u8]>> {
     vec(any::<u8>(), 0..80).prop_map(Into::into)
 }

@@ -325,9 +325,9 @@ fn leg() -> impl Strategy<Value = (Role, Mode, KvTransferParams)> {
     let flags = (any::<bool>(), option::of(any::<bool>()));
     let blocks = vec(vec(any::<u32>().prop_map(BlockId), 0..20), 0..3);
     let ids = (any_text(), option::of(any_text()), option::weighted(0.9, blocks));
-    let remote = ("[a-z0-9.:]{1,20}", 1..65536_i64, 1..65536_i64);
+    let remote = (any_host(), 1..65536_i64, 1..65536_i64);
     let sizes = (option::of(any::<u16>()), option::of(any::<u16>()), option::of(any::<u16>()));
-    let rest = (vec("[a-z0-9.:]{1,20}", 0..3), any::<u16>());
+    let rest = (vec(any_host(), 0..3), any::<u16>());
     (to, modes, flags, ids, remote, sizes, rest).prop_map(
         |(to, mode, flags, (id, engine, blocks), (host, handshake, notify), sizes, rest)| {
             let remote = ZmqAddress { host: host.into(), handshake, notify };

@@ -5,7 +5,7 @@ use kvferry_engine::core::dialect::moriio::address::{ZmqAddress, incarnation_of}
 use kvferry_engine::core::dialect::moriio::registration::*;
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::message::{Mode, Registration, Role};
-use kvferry_engine::fabric::Endpoint;
+use kvferry_engine::fabric::{Endpoint, bracketed};
 use proptest::prelude::*;
 use serde_json::Value;
 use std::num::NonZeroU16;
@@ -145,10 +145,10 @@ fn heartbeat() -> impl Strategy<Value = MoriioRegistration> {
     let mode = prop_oneof![Just(Mode::Push), Just(Mode::Pull)];
     let size = || (1..=u16::MAX).prop_map(|size| NonZeroU16::new(size).unwrap());
     let ports = (1..65536_i64, 1..65536_i64, 1..65536_i64);
-    ("[a-z0-9.-]{1,30}", "[0-9a-f:]{1,30}", ports, size(), size(), role, mode).prop_map(
+    (any_host(), any_host(), ports, size(), size(), role, mode).prop_map(
         |(http, host, ports, dp, tp, role, mode)| {
             let zmq = ZmqAddress { host: host.into(), handshake: ports.0, notify: ports.1 };
-            let http = Endpoint(format!("{http}:{}", ports.2).into());
+            let http = Endpoint(format!("{}:{}", bracketed(&http), ports.2).into());
             MoriioRegistration::new(role, http, zmq, dp, tp, mode).unwrap()
         },
     )

@@ -11,6 +11,7 @@
 //! ```
 
 use super::EncodeError;
+use crate::authority;
 use crate::core::ids::{EngineId, Incarnation, RequestId, Role};
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Write};
@@ -61,9 +62,8 @@ impl ZmqAddress {
     /// Characters that are in no host name or address, marks of a request id, or ports out of
     /// range.
     pub fn check(&self) -> Result<(), EncodeError> {
-        let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '%');
         let ports = 1..=i64::from(u16::MAX);
-        let rule = if self.host.is_empty() || !self.host.chars().all(named) {
+        let rule = if !authority::is_host(&self.host) {
             "host that is none"
         } else if self.host.contains("___") {
             "host with the mark of a request id"

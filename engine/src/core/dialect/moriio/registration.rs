@@ -16,6 +16,7 @@
 
 use super::address::{ZmqAddress, with_incarnation};
 use super::{Bin, DecodeError, EncodeError, error, pack};
+use crate::authority;
 use crate::core::Nanos;
 use crate::core::dialect::msgpack::{MsgpackMap, MsgpackValue};
 use crate::core::dialect::native::{self, Frame};
@@ -224,14 +225,7 @@ fn registration(bytes: &[u8]) -> Option<Box<Registration>> {
 
 /// True for `host:port`.
 fn is_http(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else { return false };
-    let address = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
-    let named = |c: char| {
-        c.is_ascii_alphanumeric() || ".-_%".contains(c) || (c == ':' && address.is_some())
-    };
-    let host = address.unwrap_or(host);
-    let port = port.bytes().all(|c| c.is_ascii_digit()) && port.parse().is_ok_and(|p: u16| p > 0);
-    port && !host.is_empty() && host.chars().all(named)
+    authority::split(text).is_some_and(|(_, port)| port.is_some())
 }
 
 /// The address with brackets around IPv6, which vLLM leaves out: the port is behind the last colon.

@@ -1,5 +1,6 @@
 //! What a registration has to be to be of any use.
 
+use crate::authority;
 use crate::core::ids::TP_MAX;
 use crate::core::message::Registration;
 use crate::core::router::discovery::STATIC;
@@ -38,15 +39,11 @@ pub(super) fn check(registration: &Registration, dialects: Dialects) -> Result<(
     Ok(())
 }
 
-/// An endpoint may name its host and scheme as it likes; only what would break a header or can
-/// never be dialled is refused.
+/// Schemes that an endpoint may have: none, or what instances and simulations say.
+const SCHEMES: [&str; 3] = ["tcp://", "http://", "sim://"];
+
+/// True for a host and perhaps a port, after a scheme or none.
 pub(super) fn is_endpoint(text: &str) -> bool {
-    let plain = |c: char| !c.is_control() && !c.is_whitespace();
-    let port_fits = match text.rsplit_once(':') {
-        Some((_, port)) if !port.is_empty() && port.bytes().all(|b| b.is_ascii_digit()) => {
-            port.parse::<u16>().is_ok_and(|port| port > 0)
-        }
-        _ => true,
-    };
-    !text.is_empty() && text.len() <= TEXT_MAX && text.chars().all(plain) && port_fits
+    let bare = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)).unwrap_or(text);
+    text.len() <= TEXT_MAX && authority::split(bare).is_some()
 }

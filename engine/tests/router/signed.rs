@@ -7,10 +7,11 @@ use kvferry_engine::core::message::{Mode, Registration, Role};
 use kvferry_engine::core::router::{
     ListedInstances, RegistrationProof, RejectReason, RouterConfig, RouterInput,
 };
-use kvferry_engine::fabric::{ControlEvent, LinkId};
+use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 
 const SIGNED: LinkId = LinkId(LinkId::INBOUND | 1);
 const PLAIN: LinkId = LinkId(LinkId::INBOUND | 2);
+const OTHER: LinkId = LinkId(LinkId::INBOUND | 3);
 
 /// A router to which one link was proven.
 fn bench(config: RouterConfig) -> DiscoveryBench {
@@ -87,6 +88,44 @@ fn what_was_signed_is_not_replaced_by_what_is_not() {
     // Who is signed replaces it as ever.
     hear(&mut bench, SIGNED, later("p1"));
     assert_eq!(bench.engines(), ["p1"]);
+}
+
+#[test]
+fn signed_instance_takes_the_place_of_an_unsigned_one() {
+    let config = RouterConfig { signed_min: 512, ..RouterConfig::default() };
+    let mut bench = bench(config);
+    // 18 addresses that have nothing but made-up instances, and one that has an honest one.
+    let link = |nth: u32| LinkId(LinkId::INBOUND | (100 + nth));
+    let up = |bench: &mut DiscoveryBench, link, address: String| {
+        let (channel, from) = (LinkKind::Discovery, Some(address.as_str().into()));
+        bench.give(RouterInput::Control(ControlEvent::LinkUp { link, channel, from }));
+    };
+    for nth in 0..18 {
+        up(&mut bench, link(nth), format!("tcp://10.0.0.{}:1000", nth + 1));
+        for made_up in 0..1_100 {
+            hear(&mut bench, link(nth), prefill(&format!("m{nth}-{made_up}")));
+        }
+    }
+    assert_eq!(bench.engines().len(), 512, "the rest is kept for those that sign");
+    up(&mut bench, SIGNED, "tcp://10.0.0.1:2000".into());
+    for nth in 0..512 {
+        hear(&mut bench, SIGNED, prefill(&format!("s{nth}")));
+        assert!(bench.engines().contains(&format!("s{nth}")), "{nth}: {:?}", reason(&bench));
+    }
+    // One address leaves places for others that sign, wherever these come from.
+    hear(&mut bench, SIGNED, prefill("s512"));
+    assert_eq!(reason(&bench), Some(RejectReason::Share));
+    let of = |bench: &DiscoveryBench, first| {
+        bench.engines().iter().filter(|it| it.starts_with(first)).count()
+    };
+    assert_eq!((of(&bench, 's'), of(&bench, 'm')), (512, 512));
+    up(&mut bench, OTHER, "tcp://10.0.1.1:1000".into());
+    bench.give(RouterInput::Proof { link: OTHER, proof: RegistrationProof::Signed });
+    hear(&mut bench, OTHER, prefill("t"));
+    assert_eq!((of(&bench, 't'), of(&bench, 's'), of(&bench, 'm')), (1, 512, 511));
+    // None that signs leaves for one that does not.
+    hear(&mut bench, PLAIN, prefill("n"));
+    assert_eq!((of(&bench, 'n'), reason(&bench)), (0, Some(RejectReason::Full)));
 }
 
 #[test]

@@ -39,9 +39,12 @@ pub(crate) struct RouterArgs {
     /// $KVFERRY_SECRET_FILE by default
     #[arg(long, value_name = "FILE")]
     pub(crate) secret_file: Option<PathBuf>,
-    /// Take only instances that sign their registrations
+    /// Take only instances that sign their registrations; so it is in any case if there is a secret
     #[arg(long)]
     pub(crate) require_signed: bool,
+    /// Though there is a secret, take instances that do not sign their registrations, too
+    #[arg(long, conflicts_with = "require_signed")]
+    pub(crate) allow_unsigned: bool,
     #[command(flatten)]
     pub(crate) statics: StaticArgs,
     #[command(flatten)]
@@ -185,7 +188,8 @@ impl RouterArgs {
     ///
     /// # Errors
     /// A time that cannot be.
-    pub(super) fn config(&self) -> Result<RouterConfig, CommandError> {
+    pub(super) fn config(&self, proof: &FleetProof) -> Result<RouterConfig, CommandError> {
+        let instances_max = RouterConfig::default().instances_max;
         let wait_max = nanos("--queue-timeout", self.queue_timeout)?;
         Ok(RouterConfig {
             expiry: nanos("--expiry", self.expiry)?,
@@ -213,7 +217,8 @@ impl RouterArgs {
             direct_below: self.direct_below,
             legs_max: self.parts_max.saturating_mul(2),
             listed: self.listed()?,
-            require_signed: self.require_signed,
+            signed_min: if proof.is_demanded() { instances_max / 2 } else { 0 },
+            require_signed: self.takes_signed_only(proof),
             ..RouterConfig::default()
         })
     }
@@ -234,6 +239,11 @@ impl RouterArgs {
     fn release_max(&self) -> Result<Nanos, CommandError> {
         let ShutdownTimes { delay, drain } = self.shutdown()?;
         Ok(Nanos((delay + drain).as_nanos() as u64))
+    }
+
+    /// True if an instance that does not sign its registrations gets no requests.
+    pub(super) fn takes_signed_only(&self, proof: &FleetProof) -> bool {
+        proof.is_demanded() && !self.allow_unsigned
     }
 
     /// The secret by which registrations are signed, if there is one.

@@ -110,14 +110,14 @@ fn prepare(
     args: &RouterArgs,
 ) -> Result<([std::net::TcpListener; 2], Endpoint, RouterParts), CommandError> {
     let settings = args.settings()?;
-    let config = args.config()?;
+    let config = args.config(&settings.proof)?;
     let times = args.shutdown()?;
     let statics = args.statics.sources(args.legs_ca.is_some())?;
     let certificate = args.tls.certificate().map_err(CommandError::Input)?;
     let pool = ConnectionPool::new(settings.limits.connect, args.leg_authorities()?);
     let (plane, discovery) = discovery(&args.discovery)?;
     let plane = SignedPlane::new(plane, settings.proof.clone());
-    let mut plane = if args.require_signed { plane.demanding() } else { plane };
+    let mut plane = if config.require_signed { plane.demanding() } else { plane };
     let bound = [listen("--listen", &args.listen)?, listen("--admin-addr", &args.admin_addr)?];
     plane.set_waker(std::task::Waker::noop().clone());
     let (metrics, mut registry) = RouterMetrics::new();

@@ -109,7 +109,7 @@ async fn both_secrets_are_taken_while_they_are_changed() {
 async fn what_is_signed_is_not_replaced_by_what_is_not() {
     let folder = ProgramFolder::new("signed-kept");
     let ours = secret(&folder, "ours", OURS);
-    let mut router = TestRouter::start(&["--secret-file", &ours]);
+    let mut router = TestRouter::start(&["--secret-file", &ours, "--allow-unsigned"]);
     // Who is there before is no obstacle, whatever it says of itself.
     let _p = registered("prefill", &router.discovery, &["--secret-file", &ours]);
     router.ready(1).await;
@@ -178,10 +178,31 @@ async fn the_key_of_the_operator_goes_to_who_is_signed() {
         command.env("OPENAI_API_KEY", "ours");
     });
     router.send(vec![vec![made_up("evil", Role::Prefill, &format!("{own}:9"))]]);
-    turned_down(&router, "not listed").await;
+    turned_down(&router, "not signed").await;
+    // Nor to one at loopback.
+    router.send(vec![vec![made_up("near", Role::Prefill, "127.0.0.1:9")]]);
+    let near = |all: &[Value]| all.iter().any(|it| it["from"] == "127.0.0.1:9");
+    let start = std::time::Instant::now();
+    while !near(router.get("/registrations/rejected").await.json()["last"].as_array().unwrap()) {
+        assert!(start.elapsed() < PATIENCE, "it is not refused");
+    }
     let at = router.discovery.strip_prefix("tcp://").expect("TCP").to_owned();
     let _p = serve_as("prefill", &own, &["--proxy", &at, "--secret-file", &ours]);
     router.ready(1).await;
+}
+
+/// With a secret, unsigned instances get nothing unless a flag says so.
+#[tokio::test]
+async fn secret_implies_signed_registrations() {
+    let folder = ProgramFolder::new("signed-implied");
+    let ours = secret(&folder, "ours", OURS);
+    let mut router = TestRouter::start(&["--secret-file", &ours]);
+    router.send(vec![vec![made_up("evil", Role::Prefill, "127.0.0.1:9")]]);
+    turned_down(&router, "not signed").await;
+    assert!(router.workers().await.is_empty());
+    let mut router = TestRouter::start(&["--secret-file", &ours, "--allow-unsigned"]);
+    router.send(vec![vec![made_up("known", Role::Prefill, "127.0.0.1:9")]]);
+    router.until("it is there", |workers| workers.len() == 1).await;
 }
 
 #[test]

@@ -170,7 +170,9 @@ class Pair:
 def served(name: str, place, mode: str, connectors: dict, env: dict | None = None, *more, make=Pair, **named):
     """A pair, made as it is by `make`, behind a router of its own, which has its secret."""
     secret = {key: value for key, value in (env or {}).items() if key in place.secret}
-    router = Router(place.logs / f"router-{name}.log", env=secret)
+    # MoRIIO's registrations are not signed.
+    args = ("--allow-unsigned",) if MORIIO in connectors.values() else ()
+    router = Router(place.logs / f"router-{name}.log", env=secret, args=args)
     pair = None
     try:
         pair = make(mode, place.model, place.logs, router.discovery, connectors, env, *more, **named)

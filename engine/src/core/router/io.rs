@@ -410,6 +410,9 @@ pub struct RouterConfig {
     /// The instances that may register; none lets all.
     #[serde(skip)]
     pub listed: Option<ListedInstances>,
+    /// Of `instances_max`, the places that only instances have that sign.
+    #[serde(skip)]
+    pub signed_min: u32,
     /// No others may register than those that sign.
     #[serde(skip)]
     pub require_signed: bool,
@@ -450,6 +453,7 @@ impl Default for RouterConfig {
             prefix_tokens: 512,
             prefixes_max: 65_536,
             listed: None,
+            signed_min: 0,
             require_signed: false,
         }
     }

@@ -17,6 +17,7 @@ use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
 use crate::source::PeerSource;
+use shares::NewPlace;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -274,13 +275,10 @@ impl Registry {
         if !draining {
             replaced.extend(self.superseded_instance(&entry, &replaced)?);
         }
-        let live = self.instances.len() - replaced.len();
-        if !draining && live >= config.instances_max as usize {
-            return Err(RejectReason::Full);
-        }
-        if !draining && self.is_share_full(source, &replaced, config.instances_max as usize - live)
-        {
-            return Err(RejectReason::Share);
+        if !draining {
+            let (signed, is_static) = (entry.signed, entry.dialects().is_static());
+            let new = NewPlace { signed, is_static, source, replaced: &replaced };
+            replaced.extend(self.make_place(new, config)?);
         }
         let switched = self.retire(registration, &mut replaced, config);
         let (engine, signed) = (registration.engine.clone(), entry.signed);
@@ -325,20 +323,6 @@ impl Registry {
         } else {
             Err(RejectReason::Superseded)
         }
-    }
-
-    /// True if whoever registers from there has as many instances as are left for others, so that
-    /// there is always room for who comes.
-    fn is_share_full(
-        &self,
-        source: Option<PeerSource>,
-        replaced: &[InstanceId],
-        left: usize,
-    ) -> bool {
-        let own = self.instances.iter().filter(|(instance_id, instance)| {
-            instance.source == source && !replaced.contains(instance_id)
-        });
-        source.is_some() && own.count() >= left
     }
 
     /// What the next instance will be numbered.
@@ -594,6 +578,7 @@ fn refresh(
 mod models;
 mod pairs;
 mod role_switch;
+mod shares;
 mod static_instances;
 #[cfg(test)]
 pub(super) mod tests;

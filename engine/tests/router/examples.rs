@@ -9,7 +9,7 @@ use kvferry_engine::core::ids::{Incarnation, LegId, TransferKey};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RoutedPrompt, RouterConfig,
-    RouterInput,
+    RouterInput, Unavailable,
 };
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::{ControlEvent, LinkId};
@@ -387,7 +387,8 @@ fn retries_wait_before_new_requests_and_fail_with_their_cause() {
     world.advance(Nanos::from_secs(9));
     world.register(registration("d0", 1, 2, Mode::Push));
     world.advance(Nanos::from_secs(21));
-    assert_eq!(world.answers[&new], ClientAnswer::NoInstance);
+    let nobody = ClientAnswer::NoInstance(Unavailable::Nobody);
+    assert_eq!(world.answers[&new], nobody);
     assert_eq!(world.answers[&old], ClientAnswer::Failed(LegFailure::Instance(Failure::Stalled)));
 }
 
@@ -454,7 +455,7 @@ fn drained_router_finishes_what_it_has() {
         (world.request(vec![prompt(100)], 1), world.request(vec![prompt(100)], 1));
     world.drain();
     let refused = world.request(vec![prompt(100)], 1);
-    assert_eq!(world.answers[&refused], ClientAnswer::NoInstance);
+    assert_eq!(world.answers[&refused], ClientAnswer::NoInstance(Unavailable::Draining));
     world.finish();
     for client in [running, waiting] {
         assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });

@@ -9,7 +9,7 @@ use kvferry_engine::core::message::{
 };
 use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, NAMED_MODELS_MAX, RejectReason, RoutedPrompt, RouterConfig,
-    RouterEffect, RouterInput, StaticInstance,
+    RouterEffect, RouterInput, StaticInstance, Unavailable,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -45,12 +45,69 @@ fn told(effects: &[RouterEffect]) -> Vec<String> {
     served.iter().map(ToString::to_string).collect()
 }
 
-/// A fleet with a pair for model a, and a decode without a prefill that serves b.
+/// An instance that nothing here is paired with, since it has another transfer mode.
+fn pulls(bench: &mut DiscoveryBench, name: &str, models: Option<Arc<ServedModels>>) {
+    bench.give(RouterInput::Register(Registration { models, mode: Mode::Pull, ..one(name) }));
+}
+
+/// The role that a client is told has no instance for its model, and what that role serves.
+fn lacking(effects: &[RouterEffect]) -> (Role, Vec<&str>) {
+    let [RouterEffect::Answer { answer: ClientAnswer::NoRole { missing, served }, .. }] = effects
+    else {
+        panic!("{effects:?}")
+    };
+    (*missing, served.iter().map(|name| &**name).collect())
+}
+
+#[test]
+fn model_that_one_role_serves_is_refused_at_once_with_the_role_that_lacks_it() {
+    let wait_max = Nanos::from_secs(1);
+    let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..RouterConfig::default() });
+    register(&mut bench, "d0", served(&["a", "lora"]));
+    assert_eq!(ask(&mut bench, Some("lora")), [], "a prefill may come");
+    register(&mut bench, "p0", served(&["a", "b"]));
+    assert_eq!(lacking(&ask(&mut bench, Some("lora"))), (Role::Prefill, vec!["a", "b"]));
+    assert_eq!(lacking(&ask(&mut bench, Some("b"))), (Role::Decode, vec!["a", "lora"]));
+    assert_eq!(sent(ask(&mut bench, Some("a"))).len(), 2);
+    // The one that waited is told so as well.
+    let late = bench.tick();
+    assert_eq!(lacking(&late), (Role::Prefill, vec!["a", "b"]));
+    // A decode may compute a short prompt alone.
+    let config = RouterConfig { direct_below: 100, ..RouterConfig::default() };
+    let mut bench = DiscoveryBench::new(config);
+    register(&mut bench, "d0", served(&["a", "lora"]));
+    register(&mut bench, "p0", served(&["a"]));
+    assert_eq!(sent(ask(&mut bench, Some("lora"))).len(), 1);
+}
+
+#[test]
+fn request_that_no_pair_takes_is_told_why() {
+    use Unavailable::{NoCommonMode, NoRole, Nobody};
+    for (fleet, why) in [
+        (&[][..], Nobody),
+        (&[("p0", Mode::Push)], NoRole(Role::Decode)),
+        (&[("d0", Mode::Push)], NoRole(Role::Prefill)),
+        (&[("p0", Mode::Push), ("d0", Mode::Pull)], NoCommonMode),
+    ] {
+        let wait_max = Nanos::from_secs(1);
+        let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..RouterConfig::default() });
+        for (name, mode) in fleet {
+            bench.give(RouterInput::Register(Registration { mode: *mode, ..one(name) }));
+        }
+        assert_eq!(ask(&mut bench, None), []);
+        let told = bench.tick();
+        let [RouterEffect::Answer { answer, .. }] = &told[..] else { panic!("{told:?}") };
+        assert_eq!(*answer, ClientAnswer::NoInstance(why));
+    }
+}
+
+/// A fleet with a pair for model a, and a decode that serves b, whose prefill has another mode.
 fn half_of_b() -> DiscoveryBench {
     let mut bench = DiscoveryBench::new(RouterConfig::default());
     for (name, models) in [("p0", ["a"]), ("d0", ["a"]), ("d1", ["b"])] {
         register(&mut bench, name, served(&models));
     }
+    pulls(&mut bench, "p9", served(&["b"]));
     bench
 }
 
@@ -99,6 +156,7 @@ fn names_that_nobody_lists_take_no_line_from_those_that_are_served() {
     let mut bench = half_of_b();
     // It may serve any, and has no partner for most.
     register(&mut bench, "p1", None);
+    pulls(&mut bench, "d9", None);
     for nth in 0..1_000 {
         assert_eq!(ask(&mut bench, Some(&format!("unknown-{nth}"))), []);
     }
@@ -144,6 +202,18 @@ proptest! {
                 prop_assert!(!told(&effects).is_empty());
                 continue;
             }
+            // One role has instances, and none that serves it.
+            let lacks = |prefills: bool| {
+                let mut of = fleet.iter().filter(|(is, _)| *is == prefills).peekable();
+                of.peek().is_some() && !of.any(|(_, bits)| serves(*bits, model))
+            };
+            if let Some(role) = [(true, Role::Prefill), (false, Role::Decode)]
+                .into_iter()
+                .find_map(|(prefills, role)| lacks(prefills).then_some(role))
+            {
+                prop_assert_eq!(lacking(&effects).0, role);
+                continue;
+            }
             let mut legs = sent(effects);
             while let Some(leg) = legs.pop() {
                 let at: usize = leg.engine[1..].parse().expect("its number");
@@ -172,7 +242,8 @@ fn models_that_are_served_are_named_a_bounded_number_of_them() {
     assert_eq!(bench.router.counters().unknown_models, 1);
     assert_eq!(sent(ask(&mut bench, Some("m000"))).len(), 2);
     assert_eq!(sent(ask(&mut bench, None)).len(), 2);
-    // One of the two does not serve it: it waits for a pair.
+    // One of the two does not serve it, and another one may.
+    pulls(&mut bench, "d9", None);
     assert!(ask(&mut bench, Some("m001")).is_empty());
     register(&mut bench, "d1", None);
     assert!(sent(bench.give(RouterInput::Tick)).is_empty(), "it was sent when the decode came");

@@ -6,6 +6,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, LegEvent, LegFailure, RetryShare, RouterConfig, RouterEffect, RouterInput,
+    Unavailable,
 };
 
 fn bench(config: RouterConfig) -> DiscoveryBench {
@@ -46,7 +47,7 @@ fn a_full_queue_is_overload_where_there_are_instances() {
     assert_eq!(answer(with.ask()), Some(ClientAnswer::Overload));
     let mut without = DiscoveryBench::new(config);
     assert_eq!(answer(without.ask()), None);
-    assert_eq!(answer(without.ask()), Some(ClientAnswer::NoInstance));
+    assert_eq!(answer(without.ask()), Some(ClientAnswer::NoInstance(Unavailable::Nobody)));
     assert_eq!((with.router.counters().shed, without.router.counters().shed), (1, 0));
 }
 

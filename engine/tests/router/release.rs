@@ -74,7 +74,7 @@ fn instances_that_were_let_go_serve_on_without_registering() {
     bench.give(RouterInput::Drain);
     let refused = bench.ask();
     assert!(
-        matches!(&refused[..], [RouterEffect::Answer { answer: ClientAnswer::NoInstance, .. }]),
+        matches!(&refused[..], [RouterEffect::Answer { answer: ClientAnswer::NoInstance(_), .. }]),
         "{refused:?}"
     );
     bench.now = bench.now + Nanos::from_secs(31);

@@ -5,7 +5,7 @@ use kvferry_engine::core::ids::{ClientId, EngineId, Incarnation, LegId, Transfer
 use kvferry_engine::core::message::{FinishReason, Mode, Registration, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, LegBody, LegEvent, LegFailure, RoutedPrompt, Router, RouterConfig,
-    RouterEffect, RouterInput,
+    RouterEffect, RouterInput, Unavailable,
 };
 use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
 use std::collections::{BTreeMap, BTreeSet};
@@ -242,7 +242,8 @@ impl RouterWorld {
         }));
         assert!(self.router.gauges().queued <= queued.max(self.config.waiting_max));
         if self.draining {
-            assert_eq!(self.answers[&client], ClientAnswer::NoInstance);
+            let draining = ClientAnswer::NoInstance(Unavailable::Draining);
+            assert_eq!(self.answers[&client], draining);
         }
         client
     }

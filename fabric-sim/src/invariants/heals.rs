@@ -109,8 +109,10 @@ impl HealsFastPath {
                             || now.state.whole_pairs().next().is_none())
             }
             // Requests of the simulator's own name no model.
-            ClientAnswer::Failed(_) | ClientAnswer::NoModel(_) => false,
-            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
+            ClientAnswer::Failed(_) | ClientAnswer::NoModel(_) | ClientAnswer::NoRole { .. } => {
+                false
+            }
+            ClientAnswer::NoInstance(_) | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
                 served.is_empty() && now.state.whole_pairs().next().is_none()
             }
         };

@@ -8,9 +8,10 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
+use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// A request may fail only if in the last try of one of its samples some fault concerned the
@@ -18,13 +19,18 @@ use std::sync::Arc;
 /// was left needs faults that concern all of a role that serve its model; that nobody serves it,
 /// faults that concern all who have registered and do. That a client goes away concerns nobody
 /// else. There were more requests than a core takes if one is full, and than the router takes if
-/// that is before any fault.
+/// that is before any fault. One may fail as busy only when its time to find room is over: a full
+/// instance is not broken.
 #[derive(Debug, Default)]
 pub(super) struct FaultIsolation {
     /// Tries of samples of requests that are open, at least one for each request, and the most that
     /// there were: an instance may not be done yet with one that failed.
     open: u64,
     peak: u64,
+    /// When the requests that are open came.
+    asked: BTreeMap<ClientId, Nanos>,
+    /// Time that a request has to find room.
+    wait_max: Nanos,
     /// Requests that a core takes, and the router.
     room: (u64, u64),
     instances: BTreeSet<u16>,
@@ -52,7 +58,8 @@ impl FaultIsolation {
         let router = &run.router.config;
         let cores = u64::from(cores.min().unwrap_or(0));
         let room = (cores, u64::from(router.requests_max) + u64::from(router.waiting_max));
-        FaultIsolation { room, models: models(run), ..FaultIsolation::default() }
+        let wait_max = router.wait_max;
+        FaultIsolation { room, models: models(run), wait_max, ..FaultIsolation::default() }
     }
 
     /// True if a core or the router was full by the number of requests alone.
@@ -61,7 +68,7 @@ impl FaultIsolation {
         let (core, router) = self.room;
         match answer {
             ClientAnswer::Failed(LegFailure::Instance(Failure::Overload)) => self.peak > core,
-            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
+            ClientAnswer::NoInstance(_) | ClientAnswer::Misfit(_) | ClientAnswer::Overload => {
                 calm && self.peak > router
             }
             _ => false,
@@ -124,16 +131,18 @@ impl FaultIsolation {
         &self,
         now: CheckContext<'_>,
         (tries, model): (Option<&TrackedClient>, Option<&str>),
-        answer: &ClientAnswer,
+        (answer, has_waited): (&ClientAnswer, bool),
     ) -> bool {
         match answer {
             ClientAnswer::Finished { .. } => true,
             ClientAnswer::NoModel(_) => {
                 model.is_some() && self.spared(now, model).is_disjoint(&self.registered)
             }
-            ClientAnswer::Failed(LegFailure::Request(_) | LegFailure::Busy { .. }) => true,
+            ClientAnswer::NoRole { .. } => model.is_some() && self.concerns_all(now, model),
+            ClientAnswer::Failed(LegFailure::Request(_)) => true,
+            ClientAnswer::Failed(LegFailure::Busy { .. }) => has_waited,
             _ if self.general || self.is_full(answer) => true,
-            ClientAnswer::NoInstance | ClientAnswer::Overload => self.concerns_all(now, model),
+            ClientAnswer::NoInstance(_) | ClientAnswer::Overload => self.concerns_all(now, model),
             ClientAnswer::Misfit(_) => {
                 let serves = |instance| now.state.serves(instance, model);
                 !now.state.whole_pairs().any(|(a, b)| serves(a) && serves(b))
@@ -165,7 +174,10 @@ impl Invariant for FaultIsolation {
                     self.registered.insert(from.instance);
                 }
             }
-            Observation::Asked { .. } => self.opened(),
+            Observation::Asked { client } => {
+                self.asked.insert(*client, now.at);
+                self.opened();
+            }
             Observation::Dispatched { client, body, .. } => {
                 let again = matches!(body, LegBody::Decode { .. });
                 let client = now.state.client(*client);
@@ -173,11 +185,17 @@ impl Invariant for FaultIsolation {
                     self.opened();
                 }
             }
-            Observation::ClientGone { client } => self.ended(now.state.client(*client)),
+            Observation::ClientGone { client } => {
+                self.asked.remove(client);
+                self.ended(now.state.client(*client));
+            }
             Observation::Answered { client, answer } => {
                 let tries = now.state.client(*client);
                 self.ended(tries);
-                if !self.is_explained(now, (tries, self.model(*client)), answer) {
+                let asked = self.asked.remove(client);
+                let has_waited = asked.is_none_or(|asked| now.at >= asked + self.wait_max);
+                let request = (tries, self.model(*client));
+                if !self.is_explained(now, request, (answer, has_waited)) {
                     let served = tries.into_iter().flat_map(TrackedClient::last_tries).flatten();
                     let names: Vec<_> = served
                         .collect::<BTreeSet<_>>()
@@ -206,6 +224,7 @@ mod tests {
         prefill_body, serves,
     };
     use crate::observation::SimProcessId;
+    use kvferry_engine::core::router::Unavailable;
     use kvferry_scenarios::lists::FaultKind;
 
     fn bench() -> InvariantBench {
@@ -228,6 +247,20 @@ mod tests {
         bench.dispatched(2, 9, P1, &prefill_body("s"));
         bench.answered(2, &finished_answer(true));
         bench.holds();
+    }
+
+    #[test]
+    fn a_request_fails_as_busy_only_when_its_time_is_over() {
+        let busy = ClientAnswer::Failed(LegFailure::Busy { retry_after: None });
+        for (waits, holds) in [(29, false), (30, true)] {
+            let mut bench = bench();
+            bench.see(Observation::Asked { client: ClientId(1) });
+            bench.dispatched(1, 1, P1, &prefill_body("r"));
+            bench.dispatched(1, 2, D1, &decode_body("r"));
+            bench.pass(Nanos::from_secs(waits));
+            bench.answered(1, &busy);
+            if holds { bench.holds() } else { bench.fails("client 1, served by p1 and d1, failed") }
+        }
     }
 
     #[test]
@@ -325,7 +358,7 @@ mod tests {
                 run.router.config.requests_max = 1;
                 run.router.config.waiting_max = 1;
             };
-            for answer in [full(), ClientAnswer::NoInstance] {
+            for answer in [full(), ClientAnswer::NoInstance(Unavailable::NotReady)] {
                 let mut bench = InvariantBench::with(InvariantId::Isolation, limit);
                 (1..=asked).for_each(|client| bench.asked(client));
                 bench.answered(1, &answer);
@@ -341,12 +374,12 @@ mod tests {
     #[test]
     fn no_instance_needs_faults_at_all_of_a_role() {
         let mut bench = bench();
-        bench.answered(1, &ClientAnswer::NoInstance);
+        bench.answered(1, &ClientAnswer::NoInstance(Unavailable::NotReady));
         bench.fails("client 1");
         let mut bench = self::bench();
         let from = Some(D1.instance);
         bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
-        bench.answered(1, &ClientAnswer::NoInstance);
+        bench.answered(1, &ClientAnswer::NoInstance(Unavailable::NotReady));
         bench.holds();
     }
 }

@@ -202,11 +202,11 @@ impl Simulation {
                 self.stats.failed(&failure.to_string());
                 ClientOutcome::Failed
             }
-            ClientAnswer::NoInstance | ClientAnswer::Misfit(_) => {
+            ClientAnswer::NoInstance(_) | ClientAnswer::Misfit(_) => {
                 self.stats.failed("no instance");
                 ClientOutcome::Failed
             }
-            ClientAnswer::NoModel(_) => {
+            ClientAnswer::NoModel(_) | ClientAnswer::NoRole { .. } => {
                 self.stats.failed("no such model");
                 ClientOutcome::Failed
             }

@@ -8,7 +8,8 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, HeaderValue, RETRY_AFTER};
-use kvferry_engine::core::router::NAMED_MODELS_MAX;
+use kvferry_engine::core::message::Role;
+use kvferry_engine::core::router::{NAMED_MODELS_MAX, Unavailable};
 use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
@@ -89,13 +90,56 @@ impl HttpError {
             "no instance serves the model `{asked}`: ask for one of those that are served, {}{more}",
             served.join(", ")
         );
+        HttpError::model_not_found(&message)
+    }
+
+    /// Instances of the other role serve `asked`, and none of `missing`, which serve `served`.
+    pub(crate) fn no_role(asked: &str, missing: Role, served: &[Arc<str>]) -> HttpError {
+        let asked: String = asked.chars().take(NAME_SHOWN).collect();
+        let more = if served.len() >= NAMED_MODELS_MAX { ", and perhaps others" } else { "" };
+        let (missing, other) = match missing {
+            Role::Prefill => ("prefill", "decode"),
+            Role::Decode => ("decode", "prefill"),
+        };
+        let message = format!(
+            "{other} instances serve the model `{asked}`, and no {missing} instance does: load it at a \
+             {missing} instance, or ask for one that these serve, {}{more}",
+            served.join(", ")
+        );
+        HttpError::model_not_found(&message)
+    }
+
+    fn model_not_found(message: &str) -> HttpError {
         let error = ErrorDetail {
-            message: &message,
+            message,
             r#type: "invalid_request_error",
             param: Some("model"),
             code: ErrorCode::Word("model_not_found"),
         };
         HttpError::with_detail(StatusCode::NOT_FOUND, error)
+    }
+
+    /// No instance could take a request within its time.
+    pub(crate) fn unavailable(why: Unavailable) -> HttpError {
+        let why = match why {
+            Unavailable::Draining => {
+                "the router drains and takes no new requests: send it to another"
+            }
+            Unavailable::Nobody => "no prefill and decode instance is registered",
+            Unavailable::NoRole(Role::Prefill) => "no prefill instance is registered",
+            Unavailable::NoRole(Role::Decode) => "no decode instance is registered",
+            Unavailable::NoCommonMode => {
+                "no prefill and decode instance have the same transfer mode and connector"
+            }
+            _ => {
+                "no pair of instances takes requests: they failed lately, or have not answered yet"
+            }
+        };
+        let message = format!(
+            "{why}; /workers of --admin-addr has what is registered, /registrations/rejected what was \
+             not taken"
+        );
+        HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message)
     }
 
     /// An instance's own words if they are an error object, else as the message of one.

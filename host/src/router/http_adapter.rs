@@ -428,12 +428,11 @@ impl HttpAdapter {
                 let asked = known.job.asked.model.as_deref().unwrap_or_default();
                 Err(HttpError::no_model(asked, served))
             }
-            ClientAnswer::NoInstance => Err(HttpError::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "no prefill and decode instance of equal transfer mode is ready; \
-                 /workers of --admin-addr has what is registered, /registrations/rejected what was not \
-                 taken",
-            )),
+            ClientAnswer::NoInstance(why) => Err(HttpError::unavailable(*why)),
+            ClientAnswer::NoRole { missing, served } => {
+                let asked = known.job.asked.model.as_deref().unwrap_or_default();
+                Err(HttpError::no_role(asked, *missing, served))
+            }
             ClientAnswer::Overload => Err(HttpError::new(
                 StatusCode::TOO_MANY_REQUESTS,
                 "the router has as many requests open, or waiting, as it takes (--open-max, \

@@ -66,6 +66,25 @@ async fn a_request_goes_to_a_pair_that_serves_its_model() {
 }
 
 #[tokio::test]
+async fn model_that_only_decodes_serve_is_refused_with_the_role_that_lacks_it() {
+    let pair = [StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await];
+    for (instance, models) in pair.iter().zip([&["a"][..], &["a", "lora"]]) {
+        *instance.models.lock().unwrap() = model_list(models);
+    }
+    // A request that waits would do so for an hour.
+    let named = ["--prefill", &pair[0].http, "--decode", &pair[1].http, "--queue-timeout", "3600"];
+    let router = TestRouter::start(&named);
+    router.ready(2).await;
+    let refused = router.post("/v1/completions", &ask_for("lora")).await;
+    assert_eq!(refused.status, 404);
+    let error = &refused.json()["error"];
+    assert_eq!((&error["code"], &error["param"]), (&json!("model_not_found"), &json!("model")));
+    let message = error["message"].as_str().unwrap();
+    assert!(message.contains("`lora`, and no prefill instance does"), "{message}");
+    assert_eq!(router.post("/v1/completions", &ask_for("a")).await.status, 200);
+}
+
+#[tokio::test]
 async fn what_an_instance_lists_later_counts_from_then_on() {
     let pair = pair_of(&["a"]).await;
     let named = ["--prefill", &pair[0].http, "--decode", &pair[1].http, "--models-period", "0.05"]

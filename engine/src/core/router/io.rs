@@ -319,8 +319,15 @@ pub enum ClientAnswer {
     },
     /// It failed; names the last cause.
     Failed(LegFailure),
-    /// No instance could take it (503).
-    NoInstance,
+    /// No instance could take it (503), and why.
+    NoInstance(Unavailable),
+    /// Instances of one role serve the model, and none of the other role (404).
+    NoRole {
+        /// The role that no instance has for the model.
+        missing: Role,
+        /// Models that instances of that role serve, in order, [`NAMED_MODELS_MAX`] at most.
+        served: Arc<[Arc<str>]>,
+    },
     /// No instance serves the model (404). Those that are served, in order, [`NAMED_MODELS_MAX`] at
     /// most.
     NoModel(Arc<[Arc<str>]>),
@@ -328,6 +335,22 @@ pub enum ClientAnswer {
     Misfit(Mismatch),
     /// As many requests are open as the router takes, or wait as may wait (429).
     Overload,
+}
+
+/// Why no instance could take a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Unavailable {
+    /// The router takes no new requests.
+    Draining,
+    /// No instance is registered.
+    Nobody,
+    /// No instance of this role is registered.
+    NoRole(Role),
+    /// No prefill and decode have the same transfer mode and a dialect in common.
+    NoCommonMode,
+    /// There are pairs, and one instance of each failed lately or has not answered a probe yet.
+    NotReady,
 }
 
 /// Models that are named to a client whose model is not served.
@@ -372,7 +395,7 @@ pub struct RouterConfig {
     pub legs_max: u32,
     /// Dispatches per prompt sample beyond the first.
     pub retries_max: u32,
-    /// Requests waiting for an instance; more are answered `NoInstance`.
+    /// Requests waiting for an instance; more are answered `Overload`, or `NoInstance` if there is none.
     pub waiting_max: u32,
     /// Longest wait for an instance.
     pub wait_max: Nanos,

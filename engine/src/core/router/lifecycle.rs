@@ -1,7 +1,7 @@
 //! A request from its arrival to its one answer.
 
 use super::dispatcher::{LegInFlight, RouterTimer};
-use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect};
+use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect, Unavailable};
 use super::queue::QueueLine;
 use super::registry::InstanceId;
 use super::requests::{RouterRequest, SampleProgress};
@@ -22,12 +22,12 @@ impl Router {
         assert!(!self.requests.contains_key(&client), "client {client} has a request already");
         let open_max = self.dispatcher.config.open_max.map_or(usize::MAX, |max| max as usize);
         let refuse = if self.draining {
-            Some(ClientAnswer::NoInstance)
+            Some(ClientAnswer::NoInstance(Unavailable::Draining))
         } else if self.requests.len() >= open_max {
             self.dispatcher.counters.shed += 1;
             Some(ClientAnswer::Overload)
-        } else if let Some(served) = self.without_model(turn.now, request.model.as_deref()) {
-            Some(ClientAnswer::NoModel(served))
+        } else if let Some(unserved) = self.unserved(turn.now, request.model.as_deref()) {
+            Some(unserved)
         } else {
             match RouterRequest::new(request, self.dispatcher.config.legs_max) {
                 Ok(request) => {
@@ -47,15 +47,25 @@ impl Router {
             self.dispatcher.counters.shed += 1;
             self.finish(client, Some(ClientAnswer::Overload), turn);
         } else {
-            self.finish(client, Some(ClientAnswer::NoInstance), turn);
+            let why = self.dispatcher.registry.unavailable(turn.now, None);
+            self.finish(client, Some(ClientAnswer::NoInstance(why)), turn);
         }
     }
 
-    /// The models that are served, if this one is by no instance.
-    fn without_model(&mut self, now: Nanos, model: Option<&str>) -> Option<Arc<[Arc<str>]>> {
-        let served = self.dispatcher.registry.without_model(now, model)?;
+    /// Why nothing serves the model, however long a request waits.
+    fn unserved(&mut self, now: Nanos, model: Option<&str>) -> Option<ClientAnswer> {
+        let registry = &self.dispatcher.registry;
+        let answer = match registry.without_model(now, model) {
+            Some(served) => ClientAnswer::NoModel(served),
+            // A prompt that a decode computes alone needs no prefill.
+            None if self.dispatcher.config.direct_below > 0 => return None,
+            None => {
+                let (missing, served) = registry.without_role(now, model)?;
+                ClientAnswer::NoRole { missing, served }
+            }
+        };
         self.dispatcher.counters.unknown_models += 1;
-        Some(served)
+        Some(answer)
     }
 
     /// Where a request waits.
@@ -170,12 +180,13 @@ impl Router {
             ClientAnswer::Failed(cause.clone())
         } else if self.dispatcher.registry.is_full(turn.now, model.as_deref()) {
             ClientAnswer::Failed(LegFailure::Busy { retry_after: None })
-        } else if let Some(served) = self.without_model(turn.now, model.as_deref()) {
-            ClientAnswer::NoModel(served)
+        } else if let Some(unserved) = self.unserved(turn.now, model.as_deref()) {
+            unserved
         } else {
-            match self.dispatcher.registry.only_misfits(model.as_deref()) {
+            let registry = &self.dispatcher.registry;
+            match registry.only_misfits(model.as_deref()) {
                 Some(why) => ClientAnswer::Misfit(why.clone()),
-                None => ClientAnswer::NoInstance,
+                None => ClientAnswer::NoInstance(registry.unavailable(turn.now, model.as_deref())),
             }
         };
         self.finish(client, Some(answer), turn);
@@ -361,9 +372,10 @@ impl Router {
                 }
             }
             Some(sample) => {
-                let progress = &mut work.samples[sample].progress;
-                streamed = matches!(progress, SampleProgress::Streaming(_));
-                *progress = SampleProgress::Waiting;
+                let state = &mut work.samples[sample];
+                streamed = matches!(state.progress, SampleProgress::Streaming(_));
+                state.progress = SampleProgress::Waiting;
+                state.dispatched -= u32::from(is_busy);
                 if let (LegFailure::Instance(_), Some(prefill)) = (&failure, prefill) {
                     work.avoid(prefill);
                 }
@@ -383,10 +395,9 @@ impl Router {
             if let SampleProgress::Running(leg) = sample.progress {
                 self.dispatcher.cancel(leg, turn);
                 sample.progress = SampleProgress::Waiting;
+                sample.dispatched -= u32::from(is_busy);
             }
-            if sample.progress == SampleProgress::Waiting && is_busy {
-                sample.dispatched -= 1;
-            } else if sample.progress == SampleProgress::Waiting {
+            if sample.progress == SampleProgress::Waiting && !is_busy {
                 let retries = self.dispatcher.config.retries_max;
                 let sent = sample.dispatched + u32::from(planted!("one-retry-less"));
                 exhausted |= sent > retries && !planted!("retries-without-limit");

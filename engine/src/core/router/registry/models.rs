@@ -1,8 +1,9 @@
 //! The models that instances serve.
 
 use super::{RegisteredInstance, Registry};
+use crate::core::message::Role;
 use crate::core::registration::ServedModels;
-use crate::core::router::io::NAMED_MODELS_MAX;
+use crate::core::router::io::{Dialects, NAMED_MODELS_MAX, Unavailable};
 use crate::core::time::Nanos;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -36,8 +37,64 @@ impl Registry {
         if there().next().is_none() || there().any(|it| it.serves(model)) {
             return None;
         }
-        let served = there().filter_map(|it| it.models()).flat_map(|models| models.iter());
-        let served: BTreeSet<&Arc<str>> = served.collect();
-        Some(served.into_iter().take(NAMED_MODELS_MAX).cloned().collect())
+        Some(named(there()))
     }
+
+    /// The role of which there are instances and none serves the model, though one of the other role
+    /// does, with the models that the former serve.
+    pub(in crate::core::router) fn without_role(
+        &self,
+        now: Nanos,
+        model: Option<&str>,
+    ) -> Option<(Role, Arc<[Arc<str>]>)> {
+        let of = |role| self.of_role(role).map(|(_, it)| it).filter(move |it| it.is_there(now));
+        let lacks = |role| of(role).next().is_some() && !of(role).any(|it| it.serves(model));
+        let missing = [Role::Prefill, Role::Decode].into_iter().find(|role| lacks(*role))?;
+        Some((missing, named(of(missing))))
+    }
+
+    /// Why no pair for the model takes requests.
+    pub(in crate::core::router) fn unavailable(
+        &self,
+        now: Nanos,
+        model: Option<&str>,
+    ) -> Unavailable {
+        let of = |role| {
+            let of_role = self.of_role(role).map(|(_, it)| it);
+            of_role.filter(move |it| it.is_there(now) && it.serves(model))
+        };
+        let [prefills, decodes] = [Role::Prefill, Role::Decode].map(|role| of(role).count());
+        match (prefills, decodes) {
+            (0, 0) => Unavailable::Nobody,
+            (0, _) => Unavailable::NoRole(Role::Prefill),
+            (_, 0) => Unavailable::NoRole(Role::Decode),
+            _ => {
+                let forms = |role| {
+                    of(role).map(|it| {
+                        let Dialects { native, moriio } = it.dialects();
+                        (it.registration.mode as usize, native, moriio)
+                    })
+                };
+                let prefills: BTreeSet<_> = forms(Role::Prefill).collect();
+                let decodes: BTreeSet<_> = forms(Role::Decode).collect();
+                let meets = |(mode, native, moriio), (other, its_native, its_moriio)| {
+                    let [own, its] = [(native, moriio), (its_native, its_moriio)]
+                        .map(|(native, moriio)| Dialects { native, moriio });
+                    mode == other && own.meet(its)
+                };
+                let mut pairs = prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d)));
+                match pairs.any(|(prefill, decode)| meets(prefill, decode)) {
+                    true => Unavailable::NotReady,
+                    false => Unavailable::NoCommonMode,
+                }
+            }
+        }
+    }
+}
+
+/// The models that these serve, in order, [`NAMED_MODELS_MAX`] at most.
+fn named<'a>(instances: impl Iterator<Item = &'a RegisteredInstance>) -> Arc<[Arc<str>]> {
+    let served = instances.filter_map(|it| it.models()).flat_map(|models| models.iter());
+    let served: BTreeSet<&Arc<str>> = served.collect();
+    served.into_iter().take(NAMED_MODELS_MAX).cloned().collect()
 }

@@ -120,7 +120,17 @@ fn seconds(span: Nanos) -> f64 {
     span.0 as f64 / 1e9
 }
 
-fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
+/// Why an instance is not taken that is this router.
+const OWN_ADDRESS: &str = "this router itself answers there: correct --prefill, --decode, or \
+                           http_port of the connector";
+
+/// `own` are addresses of instances at which the router found itself.
+fn state(
+    router: &Router,
+    pool: &ConnectionPool,
+    own: &[(Endpoint, Duration)],
+    now: Nanos,
+) -> RouterSnapshot {
     let workers = router.instances(now).map(|it| ListedInstance {
         engine: it.engine.to_string(),
         role: role_name(it.role),
@@ -137,7 +147,9 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         tp_size: it.tp,
         state: state_name(it.state),
         serves: it.state.serves(),
-        unreachable: pool.failure(it.http),
+        unreachable: pool.failure(it.http).or_else(|| {
+            own.iter().any(|(http, _)| http == it.http).then(|| OWN_ADDRESS.to_owned())
+        }),
         age_seconds: seconds(it.age),
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
@@ -164,6 +176,12 @@ fn state(router: &Router, pool: &ConnectionPool, now: Nanos) -> RouterSnapshot {
         },
         age_seconds: seconds(now - it.at),
     });
+    let rejected = rejected.chain(own.iter().map(|(http, age)| ListedRejection {
+        from: http.to_string(),
+        reason: "own address".into(),
+        why: OWN_ADDRESS.into(),
+        age_seconds: age.as_secs_f64(),
+    }));
     let misfits = router.misfits().map(|(prefill, decode, why)| ListedMismatch {
         prefill: prefill.to_string(),
         decode: decode.to_string(),
@@ -225,7 +243,8 @@ impl RouterSnapshot {
 impl Admin {
     async fn state(&self) -> Result<RouterSnapshot, HttpError> {
         let (now, pool) = ((self.clock)(), self.pool.clone());
-        let look = Query(Box::new(move |router: &Router| state(router, &pool, now)));
+        let own = self.handler.settings.identity.found();
+        let look = Query(Box::new(move |router: &Router| state(router, &pool, &own, now)));
         let gone = |_| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping");
         self.handler.core.address().send(look).await.map_err(gone)
     }

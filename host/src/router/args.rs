@@ -1,5 +1,8 @@
 //! Arguments of `kvferry router`, and the settings that they make.
 
+use super::access::AccessArgs;
+use super::identity::RouterIdentity;
+use super::response_makers::ResponseMakers;
 use super::static_instances::StaticArgs;
 use crate::process::CommandError;
 use crate::process::logs::LogArgs;
@@ -129,6 +132,8 @@ pub(crate) struct RouterArgs {
     /// Seconds in which a client has to read something of its answer while bytes of it wait
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub(crate) write_timeout: f64,
+    #[command(flatten)]
+    pub(crate) access: AccessArgs,
 }
 
 /// How long things may take and how large they may be.
@@ -150,7 +155,7 @@ pub(crate) struct HttpLimits {
     pub(crate) prefix_tokens: u32,
 }
 
-/// What does not change while the router runs.
+/// What all of the HTTP side shares.
 #[derive(Clone, Debug)]
 pub(crate) struct HttpSettings {
     pub(crate) limits: HttpLimits,
@@ -158,8 +163,28 @@ pub(crate) struct HttpSettings {
     pub(crate) authorization: Option<HeaderValue>,
     /// The secret by which registrations are signed, and legs sealed, if there is one.
     pub(crate) proof: FleetProof,
+    /// Requests that may be open; 0: any number.
+    pub(crate) open_max: u32,
     /// Time in which a client has to read something of its answer.
     pub(crate) write_timeout: Duration,
+    pub(crate) identity: RouterIdentity,
+    pub(crate) makers: ResponseMakers,
+}
+
+#[cfg(test)]
+impl HttpSettings {
+    /// Those of a router without keys and secrets.
+    pub(super) fn open(limits: HttpLimits) -> HttpSettings {
+        HttpSettings {
+            limits,
+            authorization: None,
+            proof: FleetProof::open(None).expect("no secret"),
+            open_max: 0,
+            write_timeout: Duration::from_secs(60),
+            identity: RouterIdentity::random(),
+            makers: ResponseMakers::default(),
+        }
+    }
 }
 
 /// The time that an option gives.
@@ -319,7 +344,14 @@ impl RouterArgs {
             parts: self.parts_max,
             prefix_tokens: RouterConfig::default().prefix_tokens,
         };
-        let write_timeout = seconds("--write-timeout", self.write_timeout)?;
-        Ok(HttpSettings { limits, authorization, proof: self.proof()?, write_timeout })
+        Ok(HttpSettings {
+            limits,
+            authorization,
+            proof: self.proof()?,
+            open_max: self.open_max,
+            write_timeout: seconds("--write-timeout", self.write_timeout)?,
+            identity: RouterIdentity::random(),
+            makers: ResponseMakers::default(),
+        })
     }
 }

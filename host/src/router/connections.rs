@@ -49,9 +49,23 @@ struct ConnectionAccount {
 }
 
 impl ConnectionAccount {
-    /// Connections whose clients have read nothing for long; the oldest come first.
+    /// Connections whose clients do not read, if one of them has read nothing for long.
     fn stalled(&self) -> usize {
-        self.stalled.values().take_while(|(since, _)| since.elapsed() >= STALLED).count()
+        let first = self.stalled.first_key_value();
+        let is_long = first.is_some_and(|(_, (since, _))| since.elapsed() >= STALLED);
+        if is_long { self.stalled.len() } else { 0 }
+    }
+
+    /// Takes out the connection that is to be closed.
+    fn take(&mut self, next: NextToClose) -> Option<Arc<Notify>> {
+        match next {
+            NextToClose::Idle => self.idle.pop_first().map(|(_, closed)| closed),
+            NextToClose::Stalled => self.stalled.pop_first().map(|(_, (_, closed))| closed),
+            NextToClose::Newest => match self.busy.pop_last() {
+                Some((_, closed)) => Some(closed),
+                None => self.stalled.pop_last().map(|(_, (_, closed))| closed),
+            },
+        }
     }
 
     /// True if a connection was there, which is taken out.
@@ -60,6 +74,17 @@ impl ConnectionAccount {
             || self.busy.remove(&moment).is_some()
             || self.stalled.remove(&moment).is_some()
     }
+}
+
+/// Connection of an address that is closed for a new one.
+#[derive(Clone, Copy)]
+enum NextToClose {
+    /// The one that has been idle for longest.
+    Idle,
+    /// The one whose client has read nothing for longest.
+    Stalled,
+    /// The newest that is in use.
+    Newest,
 }
 
 /// No place for a connection: so many are in use, and of its address.
@@ -99,30 +124,29 @@ impl ConnectionTable {
 impl TableState {
     /// Closes a connection for one of an account.
     fn close_one(&mut self, account: PeerSource) -> bool {
+        let Some((of, next)) = self.next_to_close(account) else { return false };
+        let closed = self.accounts.get_mut(&of).and_then(|own| own.take(next));
+        let Some(closed) = closed else { return false };
+        closed.notify_one();
+        self.gone(of);
+        true
+    }
+
+    /// The account, and which connection of it, that gives way to one of `account`.
+    fn next_to_close(&self, account: PeerSource) -> Option<(PeerSource, NextToClose)> {
         let own = self.accounts.get(&account).map_or(0, |own| own.total);
         let may = |(of, it): &(&PeerSource, &ConnectionAccount)| **of == account || it.total >= own;
         let most = |count: fn(&ConnectionAccount) -> usize| {
             let all = self.accounts.iter().filter(may).map(|(of, it)| (count(it), *of));
             all.filter(|(count, _)| *count > 0).max_by_key(|(count, _)| *count).map(|(_, of)| of)
         };
-        let busiest = self.accounts.iter().filter(|(_, it)| it.total > own + 1);
-        let (of, use_of): (_, fn(&mut ConnectionAccount) -> Option<Arc<Notify>>) =
-            if let Some(of) = most(|it| it.idle.len()) {
-                (of, |it| it.idle.pop_first().map(|(_, closed)| closed))
-            } else if let Some(of) = most(ConnectionAccount::stalled) {
-                (of, |it| it.stalled.pop_first().map(|(_, (_, closed))| closed))
-            } else if let Some((of, _)) = busiest.max_by_key(|(_, it)| it.total) {
-                (*of, |it| {
-                    let stalled = || it.stalled.pop_last().map(|(_, (_, closed))| closed);
-                    it.busy.pop_last().map(|(_, closed)| closed).or_else(stalled)
-                })
-            } else {
-                return false;
-            };
-        let Some(closed) = self.accounts.get_mut(&of).and_then(use_of) else { return false };
-        closed.notify_one();
-        self.gone(of);
-        true
+        let busiest = || {
+            let all = self.accounts.iter().filter(|(_, it)| it.total > own + 1);
+            all.max_by_key(|(_, it)| it.total).map(|(of, _)| *of)
+        };
+        let idle = most(|it| it.idle.len()).map(|of| (of, NextToClose::Idle));
+        let stalled = || most(ConnectionAccount::stalled).map(|of| (of, NextToClose::Stalled));
+        idle.or_else(stalled).or_else(|| busiest().map(|of| (of, NextToClose::Newest)))
     }
 
     fn gone(&mut self, account: PeerSource) {

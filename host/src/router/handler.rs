@@ -3,35 +3,30 @@
 use super::api::{Api, GenerationRequest};
 use super::args::HttpSettings;
 use super::body::{ClientBody, ClientGuard};
-use super::connections::ClientConnection;
 use super::encoding;
 use super::error::HttpError;
+use super::exchange::{ClientExchange, source_of};
 use super::fields::JsonFields;
+use super::headers::{self, ClientRequestId};
 use super::http_adapter::{ClientEvent, HttpAdapter, MAILBOX, PartBody, SubmitRequest};
-use super::leg::{REQUEST_ID, ResponseHead};
+use super::leg::ResponseHead;
 use super::memory_budget::{ByteCollector, MemoryBudget, MemoryCharge};
 use super::merge::{self, PartAnswer, ShownId, StreamMerger};
-use super::metrics::{self, Counted, RouterMetrics};
+use super::metrics::RouterMetrics;
 use super::request_spans::{self, LegTracer};
 use super::routed_request::RoutedRequest;
 use crate::spans::{OpenSpan, SpanTracer, bounded};
 use axum::body::Body;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::Body as _;
-use hyper::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue, TRANSFER_ENCODING,
-};
+use hyper::header::{CONTENT_TYPE, HeaderMap};
 use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Driver, MailboxSender};
 use kvferry_engine::core::ids::ClientId;
-use kvferry_engine::source::PeerSource;
-use rand::distr::{Alphanumeric, SampleString};
-use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -53,47 +48,34 @@ pub(crate) struct RequestHandler {
 impl RequestHandler {
     /// Serves one request on one of the paths.
     pub(crate) async fn serve(&self, api: Api, request: Request<Body>) -> Response {
-        let start = Instant::now();
-        let id = request_id(api, request.headers());
-        // A client that leaves drops this future.
-        let in_flight = Counted::begin(&self.metrics.in_flight);
         let headers = request.headers();
-        let mut span =
-            self.tracer.as_ref().map(|tracer| request_spans::begin(tracer, api, headers, &id));
-        let answer = self.answer(api, request, &id, &mut span).await;
+        let exchange = ClientExchange::begin(self, api.path(), headers, api.id_prefix());
+        let mut span = self
+            .tracer
+            .as_ref()
+            .map(|tracer| request_spans::begin(tracer, api, headers, exchange.id.as_str()));
+        let answer = self.answer(api, &exchange.id, request, &mut span).await;
         if let Some(span) = span {
             request_spans::answered(span, answer.as_ref().map(Response::status));
         }
-        let mut response = match answer {
-            Ok(response) => response,
-            Err(refusal) => refusal.of(api).into_response(),
-        };
-        drop(in_flight);
-        self.metrics.first_byte.observe(start.elapsed().as_secs_f64());
-        let labels = metrics::RequestLabels { path: api.path(), code: response.status().as_u16() };
-        self.metrics.requests.get_or_create(&labels).inc();
-        response.headers_mut().insert(REQUEST_ID, id);
-        if self.is_draining.load(Ordering::Relaxed) {
-            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-        }
-        response
+        exchange.finish(answer.map_err(|refusal| refusal.of(api)))
     }
 
     /// The answer, with the span of the request taken if that goes on as long as a stream.
     async fn answer(
         &self,
         api: Api,
+        id: &ClientRequestId,
         request: Request<Body>,
-        id: &HeaderValue,
         span: &mut Option<OpenSpan>,
     ) -> Result<Response, HttpError> {
         let (parts, body) = request.into_parts();
+        let own = self.settings.authorization.as_ref();
+        let headers = headers::to_engine(&parts.headers, own, &self.settings.identity)?;
         check_type(&parts.headers)?;
         let limits = &self.settings.limits;
-        let connection = parts.extensions.get::<Arc<ClientConnection>>();
-        let account =
-            connection.map_or(PeerSource::new(Ipv4Addr::UNSPECIFIED.into()), |it| it.account());
-        let mut memory = self.memory.charge(account);
+        let (connection, source) = source_of(&parts.extensions);
+        let mut memory = self.memory.charge(source);
         let body = self.body(body, &mut memory).await?;
         if let Some(connection) = connection {
             connection.begin();
@@ -104,15 +86,14 @@ impl RequestHandler {
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
         let legs = memory.add(asked.parts.len() * LEG_BYTES);
         legs.map_err(|why| why.error("the legs of the request"))?;
-        let own = self.settings.authorization.as_ref();
         let spans = self.leg_tracer(&asked, span.as_mut());
-        let job = Arc::new(RoutedRequest::new((asked, memory), &parts.headers, own, spans));
+        let job = Arc::new(RoutedRequest::new((asked, memory), headers, id.clone(), spans));
         let (sender, events) = mpsc::channel(job.asked.parts.len() + 1);
         let client = ClientId(self.next_client.fetch_add(1, Ordering::Relaxed));
         let place = self.core.reserve().ok_or_else(overload)?;
         let guard = ClientGuard { core: self.core.address().clone(), client };
         self.core.post(SubmitRequest { client, job: job.clone(), prompts, events: sender }, place);
-        let shown = ShownId::new(id.as_bytes());
+        let shown = ShownId::new(id.as_str().as_bytes());
         match job.asked.stream {
             true => streamed(&job, events, shown, (guard, span)).await,
             false => whole(&job.asked, events, shown, guard).await,
@@ -132,7 +113,12 @@ impl RequestHandler {
         Some(LegTracer { tracer, request: span.context().clone() })
     }
 
-    async fn body(&self, body: Body, memory: &mut MemoryCharge) -> Result<Bytes, HttpError> {
+    /// The whole body, the memory of which is charged to `memory`.
+    pub(super) async fn body(
+        &self,
+        body: Body,
+        memory: &mut MemoryCharge,
+    ) -> Result<Bytes, HttpError> {
         let limits = &self.settings.limits;
         let collected = timeout(limits.body, self.collect(body, memory)).await;
         let body = collected.map_err(|_| {
@@ -181,16 +167,6 @@ fn overload() -> HttpError {
     HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message)
 }
 
-/// The client's own id, or a new one.
-fn request_id(api: Api, headers: &HeaderMap) -> HeaderValue {
-    if let Some(id) = headers.get(REQUEST_ID) {
-        return id.clone();
-    }
-    let mut id = api.id_prefix().to_owned();
-    Alphanumeric.append_string(&mut rand::rng(), &mut id, 24);
-    HeaderValue::try_from(id).expect("letters and digits")
-}
-
 fn check_type(headers: &HeaderMap) -> Result<(), HttpError> {
     let told = headers.get(CONTENT_TYPE).and_then(|told| told.to_str().ok()).unwrap_or("");
     let kind = told.split(';').next().unwrap_or("").trim();
@@ -205,17 +181,10 @@ fn lost() -> HttpError {
     HttpError::new(StatusCode::INTERNAL_SERVER_ERROR, "the router lost the request")
 }
 
-/// Headers of an instance that concern its own connection only.
-const HOP: [HeaderName; 4] =
-    [CONNECTION, CONTENT_LENGTH, TRANSFER_ENCODING, HeaderName::from_static("keep-alive")];
-
 fn response(head: ResponseHead, body: Body) -> Response {
     let mut response = Response::new(body);
     *response.status_mut() = head.status;
-    *response.headers_mut() = head.headers;
-    for name in HOP {
-        response.headers_mut().remove(name);
-    }
+    *response.headers_mut() = headers::to_client(&head.headers);
     response
 }
 
@@ -288,7 +257,7 @@ mod tests {
     use prometheus_client::metrics::counter::Counter;
     use std::time::Duration;
 
-    /// A router without instances, whom nobody has to wait for, and with `places` in its mailbox.
+    /// A router without instances, which answers at once, and with `places` in its mailbox.
     fn handler(places: usize) -> RequestHandler {
         let (short, most) = (Duration::from_secs(300), 1 << 20);
         let limits = HttpLimits {
@@ -301,12 +270,7 @@ mod tests {
             prefix_tokens: 16,
         };
         let proof = FleetProof::open(None).expect("no secret");
-        let settings = Arc::new(HttpSettings {
-            limits,
-            authorization: None,
-            proof: proof.clone(),
-            write_timeout: short,
-        });
+        let settings = Arc::new(HttpSettings::open(limits));
         let config = RouterConfig { wait_max: Nanos::ZERO, ..RouterConfig::default() };
         let router = Router::new(config, Incarnation(1));
         let (plane, metrics) = (ZmqPlane::new(WireConfig::default()), RouterMetrics::new().0);

@@ -122,6 +122,7 @@ struct InFlightLeg {
     engine: EngineId,
     /// The request id if it names addresses of instances.
     inner_id: Option<Arc<str>>,
+    http: Endpoint,
     /// The prefill's answer is what the decode reads by.
     wants_params: bool,
     /// The instance tells what became of the KV.
@@ -164,6 +165,11 @@ impl HttpAdapter {
             HttpAdapter { core, plane, pool, settings, metrics, clients, legs, loads, clock: now }
         };
         Driver::start(adapter, router, None, clock)
+    }
+
+    /// The id of the client's request of a leg, for the log; nothing if the client has gone.
+    fn request_id(&self, running: &InFlightLeg) -> &str {
+        self.clients.get(&running.client).map_or("", |client| client.job.id.as_str())
     }
 
     fn leg_ended(&self, running: &mut InFlightLeg, outcome: &'static str) {
@@ -210,6 +216,7 @@ impl HttpAdapter {
             role,
             engine,
             inner_id,
+            http,
             wants_params,
             reports_failures: tells,
             sent,
@@ -264,6 +271,7 @@ impl HttpAdapter {
             return self.prefilled(leg, &mut running, body, out);
         }
         let cached = client.parts[part].cached;
+        self.settings.makers.note(client.job.asked.api, &body.bytes, &running.http);
         let told = if running.reports_failures { find_failure(&body.bytes) } else { None };
         let facts = PartFacts { cached, inner_id: running.inner_id.clone() };
         let body = PartBody::Whole(body);
@@ -289,7 +297,7 @@ impl HttpAdapter {
             span.set("kvferry.recomputed", failure.kind());
         }
         self.leg_ended(running, "done");
-        tracing::warn!(%leg, engine = %running.engine, client = %running.client, %failure,
+        tracing::warn!(%leg, engine = %running.engine, request = self.request_id(running), %failure,
             "decode computed a prompt itself");
         let event = LegEvent::Done { reason: FinishReason::Length, recomputed: Some(failure) };
         out.push_back(leg_input(leg, event));
@@ -327,7 +335,7 @@ impl HttpAdapter {
                 out.push_back(leg_input(leg, LegEvent::Prefilled { params }));
             }
             Ok(None) => {
-                tracing::warn!(%leg, engine = %running.engine,
+                tracing::warn!(%leg, engine = %running.engine, request = self.request_id(running),
                     "prefill answered without kv_transfer_params: decode computes the prompt");
                 self.leg_ended(running, "done");
                 out.push_back(leg_input(leg, done()));
@@ -351,6 +359,7 @@ impl HttpAdapter {
         let (cut, is_cut) = oneshot::channel();
         running.cut = Some(cut);
         let part = running.part;
+        self.settings.makers.note(client.job.asked.api, &beginning.first, &running.http);
         let now = Instant::now();
         running.times.first_token.observe((now - running.sent).as_secs_f64());
         if let Some(span) = &mut running.span {
@@ -402,9 +411,11 @@ impl HttpAdapter {
         // A busy instance says so as often as it is full.
         match &failure {
             LegFailure::Busy { .. } => tracing::debug!(%leg, engine = %running.engine,
-                role = role_name(running.role), client = %running.client, "leg refused as busy"),
+                role = role_name(running.role), request = self.request_id(running),
+                "leg refused as busy"),
             failure => tracing::warn!(%leg, engine = %running.engine,
-                role = role_name(running.role), client = %running.client, %failure, "leg failed"),
+                role = role_name(running.role), request = self.request_id(running), %failure,
+                "leg failed"),
         }
         if let Some(span) = running.span.take() {
             leg_failed(span, &failure);
@@ -521,7 +532,8 @@ impl PlaneAdapter for HttpAdapter {
             RouterEffect::Probe { probe, http: to, is_unproven, wants_models } => {
                 let order = ProbeOrder { probe, to, is_unproven, wants_models };
                 let key = self.settings.authorization.clone();
-                probe::start(order, self.pool.clone(), key, self.core.clone());
+                let identity = self.settings.identity.clone();
+                probe::start(order, self.pool.clone(), key, identity, self.core.clone());
             }
             RouterEffect::AskLoad { http } => {
                 self.loads.start(http, self.pool.clone(), self.core.clone(), &self.metrics);

@@ -348,16 +348,6 @@ where
     Ok(whole.map_err(|why| chain(&*why))?.to_bytes())
 }
 
-/// Headers of a client that legs carry on, beside its authorization.
-pub(crate) const TRACE: [HeaderName; 6] = [
-    HeaderName::from_static("traceparent"),
-    HeaderName::from_static("tracestate"),
-    HeaderName::from_static("baggage"),
-    HeaderName::from_static("b3"),
-    HeaderName::from_static("x-b3-traceid"),
-    HeaderName::from_static("x-b3-spanid"),
-];
-
 /// The id that both legs of a transfer carry.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 

@@ -5,6 +5,7 @@
 //! on one thread: the core as an actor ([`kvferry_engine::actors`]) behind
 //! [`http_adapter`], and a task for each connection and each leg.
 
+mod access;
 mod admin;
 mod api;
 mod args;
@@ -14,9 +15,12 @@ mod client_stream;
 mod connections;
 mod encoding;
 mod error;
+mod exchange;
 mod fields;
 mod handler;
+mod headers;
 mod http_adapter;
+mod identity;
 mod in_process;
 mod instance_times;
 mod json_scan;
@@ -28,11 +32,14 @@ mod merge;
 mod metrics;
 mod model_lists;
 mod params;
+mod passing;
+mod paths;
 mod pool;
 mod probe;
 mod prompts;
 mod relay;
 mod request_spans;
+mod response_makers;
 mod retry_after;
 mod routed_request;
 mod server;
@@ -43,6 +50,7 @@ pub(crate) use args::RouterArgs;
 pub use in_process::{HeldByRouter, RouterInProcess};
 pub(crate) use pool::chain;
 
+use self::access::AccessRules;
 use self::admin::Admin;
 use self::api::APIS;
 use self::args::{HttpSettings, ShutdownTimes};
@@ -52,6 +60,8 @@ use self::handler::RequestHandler;
 use self::http_adapter::{HttpAdapter, MAILBOX, ReleaseInstances, RouterAddr};
 use self::memory_budget::MemoryBudget;
 use self::metrics::{ClientMeters, RouterMetrics};
+use self::passing::PathProxy;
+use self::paths::{PASSED, PathTarget, passed};
 use self::pool::ConnectionPool;
 use self::server::ServedListener;
 use self::static_instances::StaticSources;
@@ -63,7 +73,7 @@ use crate::spans::SpanTracer;
 use crate::tls::ServerCertificate;
 use axum::Router;
 use axum::body::Body;
-use axum::routing::{get, post};
+use axum::routing::{get, on, post};
 use hyper::header::HeaderMap;
 use hyper::{Request, StatusCode};
 use kvferry_engine::actors::{Clock, Input, MailboxSender};
@@ -123,9 +133,22 @@ fn prepare(
     let (metrics, mut registry) = RouterMetrics::new();
     let http = bound[0].local_addr()?;
     let tracer = args.spans.tracer("kvferry-router", &http.to_string(), &mut registry)?;
+    let is_tls = certificate.is_some();
+    let admin = bound[1].local_addr()?;
+    let access = [args.access.for_clients(http, is_tls), args.access.for_operators(admin)];
     let metrics = (metrics, registry);
-    let parts =
-        RouterParts { plane, config, settings, statics, pool, certificate, times, tracer, metrics };
+    let parts = RouterParts {
+        plane,
+        config,
+        settings,
+        statics,
+        pool,
+        certificate,
+        access,
+        times,
+        tracer,
+        metrics,
+    };
     Ok((bound, discovery, parts))
 }
 
@@ -186,6 +209,8 @@ struct RouterParts {
     pool: ConnectionPool,
     /// What is shown to clients, if they are served over TLS.
     certificate: Option<ServerCertificate>,
+    /// Rules of the two listeners.
+    access: [Arc<AccessRules>; 2],
     times: ShutdownTimes,
     tracer: Option<SpanTracer>,
     metrics: (RouterMetrics, Registry),
@@ -223,36 +248,34 @@ fn start(
         settings.clone(),
         metrics.clone(),
     );
-    let next_client = AtomicU64::default();
     let handler = Arc::new(RequestHandler {
         core: MailboxSender::new(core.clone(), MAILBOX),
         settings,
         metrics: metrics.clone(),
         tracer: parts.tracer,
-        next_client,
+        next_client: AtomicU64::default(),
         memory: MemoryBudget::new(args.memory_max, metrics.memory_refused.clone()),
         is_draining: AtomicBool::default(),
     });
     let statics = statics.start(core.clone(), expiry);
+    let proxy = PathProxy::new(handler.clone(), pool.clone(), clock.clone());
     let admin = Admin { handler: handler.clone(), pool, statics, registry: registry.into(), clock };
-    let tables = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
-    let [client_table, admin_table] = tables;
-    let serving = ServedListener {
-        listener: clients,
-        app: app(handler.clone(), &admin),
-        table: client_table,
-        certificate: certificate.map(Arc::new),
-        meters: metrics.clients,
-        write_timeout,
-    };
-    let telling = ServedListener {
-        listener: operators,
-        app: admin_app(&admin),
-        table: admin_table,
+    let listener = |listener, app, table, meters, access| ServedListener {
+        listener,
+        app,
+        table,
         certificate: None,
-        meters: ClientMeters::default(),
+        meters,
+        access,
         write_timeout,
     };
+    let [table, admin_table] = [clients_max(args), ADMIN_CONNECTIONS].map(ConnectionTable::new);
+    let [access, admin_access] = parts.access;
+    let client_app = app(handler.clone(), &admin, &proxy);
+    let serving = listener(clients, client_app, table, metrics.clients, access);
+    let serving = ServedListener { certificate: certificate.map(Arc::new), ..serving };
+    let (admin_app, meters) = (admin_app(&admin, &proxy), ClientMeters::default());
+    let telling = listener(operators, admin_app, admin_table, meters, admin_access);
     let (_operators, never) = watch::channel(false);
     let _ends_with_the_system = actix::spawn(server::serve(telling, never));
     Ok((RunningRouter { handler, core, _operators }, server::serve(serving, stopped)))
@@ -282,11 +305,9 @@ async fn run(
     core.do_send(Input(RouterInput::Drain));
     // The receiver lives as long as `serving`.
     let _ = stop.send(true);
-    let ShutdownTimes { drain, .. } = times;
-    let drained = tokio::time::timeout(drain, serving).await.is_ok();
-    match drained {
-        true => tracing::info!("drained"),
-        false => tracing::warn!(?drain, "requests were cut off by --drain-timeout"),
+    match tokio::time::timeout(times.drain, serving).await {
+        Ok(()) => tracing::info!("drained"),
+        Err(_) => tracing::warn!(?times.drain, "requests were cut off by --drain-timeout"),
     }
     Ok(())
 }
@@ -325,7 +346,7 @@ macro_rules! told {
 }
 
 /// What clients may ask.
-fn app(handler: Arc<RequestHandler>, admin: &Admin) -> Router {
+fn app(handler: Arc<RequestHandler>, admin: &Admin, proxy: &PathProxy) -> Router {
     let mut app = Router::new();
     for api in APIS {
         let handler = handler.clone();
@@ -341,11 +362,23 @@ fn app(handler: Arc<RequestHandler>, admin: &Admin) -> Router {
         async move { admin.models(client).await }
     });
     app = app.route("/readiness", told!(admin, client_readiness)).route("/v1/models", models);
-    with_common(app)
+    with_common(with_passed(app, proxy, false), &proxy.handler)
+}
+
+/// Adds the paths that are passed on to instances.
+fn with_passed(app: Router, proxy: &PathProxy, to_operators: bool) -> Router {
+    passed(to_operators).fold(app, |app, row| {
+        let proxy = proxy.clone();
+        let serve = move |request: Request<Body>| {
+            let proxy = proxy.clone();
+            async move { proxy.serve(row, request).await }
+        };
+        app.route(row.path, on(row.method.filter(), serve))
+    })
 }
 
 /// What operators may ask.
-fn admin_app(admin: &Admin) -> Router {
+fn admin_app(admin: &Admin, proxy: &PathProxy) -> Router {
     let [workers, list, rejected, metrics] = ADMIN_PATHS;
     let app = Router::new()
         .route("/", get(|| async { admin::status_page() }))
@@ -354,24 +387,36 @@ fn admin_app(admin: &Admin) -> Router {
         .route(list, told!(admin, workers))
         .route(rejected, told!(admin, rejected))
         .route(metrics, told!(admin, metrics));
-    with_common(app)
+    with_common(with_passed(app, proxy, true), &proxy.handler)
 }
 
-fn with_common(app: Router) -> Router {
-    app.route("/health", get("OK"))
+/// True if a path is served to operators only.
+fn is_of_operators(path: &str) -> bool {
+    ADMIN_PATHS.contains(&path)
+        || PASSED.iter().any(|row| row.target == PathTarget::All && row.path == path)
+}
+
+fn with_common(app: Router, handler: &RequestHandler) -> Router {
+    let (name, nonce) = handler.settings.identity.header();
+    app.route("/health", get(move || async move { ([(name, nonce)], "OK") }))
         .route("/liveness", get("OK"))
         .fallback(|request: Request<Body>| async move {
-            let path = request.uri().path();
-            let message = match ADMIN_PATHS.contains(&path) {
-                true => format!("{path} is told at the address of --admin-addr, and not here"),
-                false => format!("no such path: {path}"),
+            let path = shown(&request);
+            let message = match is_of_operators(request.uri().path()) {
+                true => format!("{path} is served at the address of --admin-addr, and not here"),
+                false => format!("no such path: {path}; docs/router.md lists those that there are"),
             };
             HttpError::new(StatusCode::NOT_FOUND, &message)
         })
         .method_not_allowed_fallback(|request: Request<Body>| async move {
-            let message = format!("{} is not taken on {}", request.method(), request.uri().path());
+            let message = format!("{} is not taken on {}", request.method(), shown(&request));
             HttpError::new(StatusCode::METHOD_NOT_ALLOWED, &message)
         })
+}
+
+/// The path of a request, as a client is shown it.
+fn shown(request: &Request<Body>) -> String {
+    request.uri().path().chars().take(200).collect()
 }
 
 /// The address of an argument `host:port`.

@@ -28,23 +28,24 @@ impl TransferUid {
         format!("tx-{:032x}", self.0)
     }
 
-    /// The request id that both engines find their peer in.
+    /// The request id of both legs: of a client's request of this id, or where the engines find
+    /// each other by it, with the addresses of both.
     ///
     /// # Errors
     /// An address that no instance may have registered with.
-    pub(crate) fn request_id(self, pair: &InstancePair) -> Result<String, String> {
+    pub(crate) fn request_id(self, client: &str, pair: &InstancePair) -> Result<String, String> {
         match (&pair.prefill.zmq, &pair.decode.zmq) {
-            (Some(prefill), Some(decode)) => {
+            (Some(prefill), Some(decode)) if !pair.is_native() => {
                 let id = embed(prefill, decode, self.0).map_err(|why| why.to_string())?;
                 Ok(id.0.as_ref().to_owned())
             }
-            _ => Ok(self.request_id_alone()),
+            _ => Ok(self.request_id_alone(client)),
         }
     }
 
     /// A request id that names no peer.
-    pub(crate) fn request_id_alone(self) -> String {
-        format!("kvferry-{:032x}", self.0)
+    pub(crate) fn request_id_alone(self, client: &str) -> String {
+        format!("{client}-{:032x}", self.0)
     }
 }
 

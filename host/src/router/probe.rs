@@ -1,6 +1,7 @@
 //! Whether an instance answers HTTP before it gets legs, and which models it serves.
 
 use super::http_adapter::RouterAddr;
+use super::identity::RouterIdentity;
 use super::leg;
 use super::pool::{ConnectionPool, PooledBody};
 use bytes::Bytes;
@@ -34,11 +35,13 @@ pub(crate) struct ProbeOrder {
 }
 
 /// Asks an instance for its health and its models and tells the core. Any answer will do for the
-/// first that is not the server's own failure: the instance listens.
+/// first that is not the server's own failure: the instance listens. An instance that is this router
+/// does not answer.
 pub(crate) fn start(
     order: ProbeOrder,
     pool: ConnectionPool,
     key: Option<HeaderValue>,
+    identity: RouterIdentity,
     core: RouterAddr,
 ) {
     let ProbeOrder { probe, to, is_unproven, wants_models } = order;
@@ -46,7 +49,10 @@ pub(crate) fn start(
     let _detached = actix::spawn(async move {
         let answers = !is_unproven || {
             let asked = timeout(PATIENCE, ask(&to, &pool, "/health", None)).await;
-            let answers = asked.is_ok_and(|it| it.is_ok_and(|it| it.status().as_u16() < 500));
+            let answer = asked.ok().and_then(Result::ok);
+            let answers = answer.is_some_and(|it| {
+                !identity.probed(&to, it.headers()) && it.status().as_u16() < 500
+            });
             match answers {
                 true => tracing::info!(http = %to, "instance answers"),
                 false => tracing::debug!(http = %to, "instance does not answer yet"),

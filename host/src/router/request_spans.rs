@@ -7,7 +7,7 @@ use super::params::TransferUid;
 use super::routed_request::{is_alone, transfer_of};
 use crate::spans::{OpenSpan, SpanTracer, bounded, parent_of};
 use hyper::StatusCode;
-use hyper::header::{HeaderMap, HeaderValue};
+use hyper::header::HeaderMap;
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstancePair, LegBody, LegFailure};
@@ -20,18 +20,12 @@ use std::borrow::Cow;
 const STATUS: &str = "http.response.status_code";
 
 /// Begins the span of a request, below the one that its client names.
-pub(super) fn begin(
-    tracer: &SpanTracer,
-    api: Api,
-    headers: &HeaderMap,
-    id: &HeaderValue,
-) -> OpenSpan {
+pub(super) fn begin(tracer: &SpanTracer, api: Api, headers: &HeaderMap, id: &str) -> OpenSpan {
     let attributes = || {
-        let id = String::from_utf8_lossy(id.as_bytes());
         vec![
             KeyValue::new("http.request.method", "POST"),
             KeyValue::new("http.route", api.path()),
-            KeyValue::new("kvferry.request_id", bounded(&id).to_owned()),
+            KeyValue::new("kvferry.request_id", bounded(id).to_owned()),
         ]
     };
     tracer.begin((SpanKind::Server, "request"), parent_of(headers).as_ref(), attributes)

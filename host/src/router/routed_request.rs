@@ -1,12 +1,13 @@
 //! A request of a client, and the requests of its legs.
 
 use super::api::GenerationRequest;
-use super::leg::{self, DP_RANK, HttpLegRequest, JSON, REQUEST_ID};
+use super::headers::ClientRequestId;
+use super::leg::{DP_RANK, HttpLegRequest, JSON, REQUEST_ID};
 use super::memory_budget::MemoryCharge;
 use super::params::{self, TransferUid};
 use super::request_spans::LegTracer;
 use crate::spans::insert_context;
-use hyper::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use kvferry_engine::core::dialect::moriio::address::embedded_peer;
 use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{Mode, Role};
@@ -21,6 +22,8 @@ pub(crate) struct RoutedRequest {
     pub(crate) asked: GenerationRequest,
     /// Headers that all legs carry.
     pub(crate) headers: HeaderMap,
+    /// The client's id, which is in those of its legs.
+    pub(crate) id: ClientRequestId,
     /// Begins the spans of its legs, if it is traced.
     pub(crate) spans: Option<LegTracer>,
     /// Memory of its body, which is kept for legs that are sent again.
@@ -28,24 +31,15 @@ pub(crate) struct RoutedRequest {
 }
 
 impl RoutedRequest {
-    /// A job whose legs carry these headers of the client, and this authorization.
+    /// A job whose legs carry these headers.
     pub(crate) fn new(
         (asked, memory): (GenerationRequest, MemoryCharge),
-        client: &HeaderMap,
-        own: Option<&HeaderValue>,
+        mut headers: HeaderMap,
+        id: ClientRequestId,
         spans: Option<LegTracer>,
     ) -> RoutedRequest {
-        let mut headers = HeaderMap::with_capacity(8);
         headers.insert(CONTENT_TYPE, JSON);
-        if let Some(key) = own.or_else(|| client.get(AUTHORIZATION)) {
-            headers.insert(AUTHORIZATION, key.clone());
-        }
-        for name in leg::TRACE {
-            if let Some(value) = client.get(&name) {
-                headers.insert(name, value.clone());
-            }
-        }
-        RoutedRequest { asked, headers, spans, memory }
+        RoutedRequest { asked, headers, id, spans, memory }
     }
 }
 
@@ -75,8 +69,8 @@ pub(super) fn order(
 ) -> Result<HttpLegRequest, String> {
     let mut headers = job.headers.clone();
     let id = match is_alone(body) {
-        true => unique.request_id_alone(),
-        false => unique.request_id(pair)?,
+        true => unique.request_id_alone(job.id.as_str()),
+        false => unique.request_id(job.id.as_str(), pair)?,
     };
     let inner_id = embedded_peer(Role::Decode, &id.as_str().into()).map(|_| Arc::from(&*id));
     headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);

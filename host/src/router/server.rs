@@ -1,6 +1,7 @@
 //! Connections: bounded in number, header and silence, and ended gracefully. Those of clients and
 //! those of operators have places of their own.
 
+use super::access::{Access, AccessRules, add_origin};
 use super::client_stream::ClientStream;
 use super::connections::{ClientConnection, ConnectionTable, NoPlace};
 use super::error::HttpError;
@@ -17,6 +18,7 @@ use hyper::{Request, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::net::{RecvFlags, SendFlags, Shutdown, recv, send, shutdown};
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -41,6 +43,7 @@ pub(crate) struct ServedListener {
     /// What is shown to who connects, if TLS is to be spoken.
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     pub(crate) meters: ClientMeters,
+    pub(crate) access: Arc<AccessRules>,
     /// Time in which a client has to read something of its answer.
     pub(crate) write_timeout: Duration,
 }
@@ -49,13 +52,15 @@ pub(crate) struct ServedListener {
 #[derive(Clone)]
 struct ConnectionService {
     app: Router,
+    access: Arc<AccessRules>,
     write_timeout: Duration,
 }
 
 /// Serves until `stop` says so, then waits until all connections have their answers.
 pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool>) {
-    let ServedListener { mut listener, app, table, certificate, meters, write_timeout } = served;
-    let service = ConnectionService { app, write_timeout };
+    let ServedListener { mut listener, app, table, certificate, meters, access, write_timeout } =
+        served;
+    let service = ConnectionService { app, access, write_timeout };
     let stopping = stop.clone();
     // Each connection has one of them; nobody sends.
     let (open, mut ended) = mpsc::channel::<()>(1);
@@ -94,7 +99,7 @@ pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool
                 meters.refused.inc();
                 // Words that who speaks TLS would understand need a handshake, which is work.
                 if certificate.is_none() {
-                    turn_away(&stream, why);
+                    turn_away(&stream, why, service.access.sole_origin());
                 }
             }
         }
@@ -103,24 +108,27 @@ pub(crate) async fn serve(served: ServedListener, mut stop: watch::Receiver<bool
     let _all_have = ended.recv().await;
 }
 
-fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace) {
+fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace, origin: Option<&str>) {
     let message = format!(
         "all {most} connections of clients are in use, {own} of them by your address; try again, \
          or have the operator raise --connections-max or the limit of open files"
     );
-    say(stream, &HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message));
+    say(stream, &HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message), origin);
 }
 
 /// Answers without TLS and without reading, and ends the connection: if the socket takes it at once,
-/// since who is refused is not waited for.
-fn say(stream: &TcpStream, error: &HttpError) {
+/// since who is refused is not waited for. Pages of `origin` may read the answer.
+fn say(stream: &TcpStream, error: &HttpError, origin: Option<&str>) {
     let (status, len) = (error.status, error.body.len());
     let again = match status {
         StatusCode::SERVICE_UNAVAILABLE => "retry-after: 1\r\n",
         _ => "",
     };
+    let origin = origin
+        .map(|origin| format!("access-control-allow-origin: {origin}\r\n"))
+        .unwrap_or_default();
     let head = format!(
-        "HTTP/1.1 {status}\r\n{again}content-type: application/json\r\nconnection: close\r\n\
+        "HTTP/1.1 {status}\r\n{again}{origin}content-type: application/json\r\nconnection: close\r\n\
          content-length: {len}\r\n\r\n"
     );
     let _ = send(stream, &[head.as_bytes(), &error.body].concat(), SendFlags::NOSIGNAL);
@@ -142,7 +150,7 @@ async fn secured(
             Ok(true) => certificate.accept(stream).await.map_err(|why| why.to_string()),
             Ok(false) => {
                 let message = "TLS is spoken here, and nothing else: ask at https://";
-                say(&stream, &HttpError::bad(message, ""));
+                say(&stream, &HttpError::bad(message, ""), None);
                 Err("it does not speak TLS".into())
             }
             Err(why) => Err(why.to_string()),
@@ -160,7 +168,7 @@ async fn secured(
 
 async fn connection(
     stream: impl AsyncRead + AsyncWrite + Unpin + 'static,
-    ConnectionService { app, write_timeout }: ConnectionService,
+    ConnectionService { app, access, write_timeout }: ConnectionService,
     own: Arc<ClientConnection>,
     mut stop: watch::Receiver<bool>,
 ) {
@@ -169,9 +177,24 @@ async fn connection(
     let app = TowerToHyperService::new(app);
     let known = own.clone();
     let service = service_fn(move |mut request: Request<Incoming>| {
+        let known = known.clone();
         request.extensions_mut().insert(known.clone());
-        let (answer, known) = (app.call(request), known.clone());
-        async move { answer.await.map(|it| it.map(|body| CountedBody { body, own: known })) }
+        let access = access.check(request.method(), request.uri(), request.headers());
+        let served = match access {
+            Access::Serve(origin) => Ok((app.call(request), origin)),
+            Access::Answer(response) => Err(response),
+        };
+        async move {
+            let response = match served {
+                Ok((answer, origin)) => {
+                    let mut response = answer.await?;
+                    add_origin(&mut response, origin);
+                    response
+                }
+                Err(response) => *response,
+            };
+            Ok::<_, Infallible>(response.map(|body| CountedBody { body, own: known }))
+        }
     });
     let stream = ClientStream::new(stream, write_timeout, own.clone());
     let serving = server.serve_connection(TokioIo::new(stream), service);

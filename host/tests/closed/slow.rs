@@ -71,7 +71,7 @@ fn begin(to: &ServeProcess, (prompt, tokens): (u32, u32), leg: &Value) -> TcpStr
 pub(crate) fn send(to: &str, body: &Value) -> TcpStream {
     let body = body.to_string();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\
          content-length: {}\r\n\r\n",
         body.len()
     );

@@ -97,7 +97,7 @@ fn metrics_without_descriptors_wait_and_say_so_once() {
     assert!(told.contains("ulimit -n"), "{told}");
     drop(crowd);
     let mut late = TcpStream::connect(at).expect("a place");
-    late.write_all(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    late.write_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         .expect("heard");
     let mut page = String::new();
     late.read_to_string(&mut page).expect("an answer");

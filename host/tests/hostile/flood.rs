@@ -23,7 +23,7 @@ pub(crate) async fn connect_as_stranger(router: &TestRouter) -> TcpStream {
 
 fn head(bytes: usize) -> String {
     format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
          Content-Type: application/json\r\nContent-Length: {bytes}\r\n\r\n"
     )
 }
@@ -68,7 +68,7 @@ async fn idle_sockets_hide_neither_clients_nor_admin() {
 async fn who_floods_closes_its_own_connections_first() {
     let router = TestRouter::start(&["--connections-max", "8"]);
     let mut quiet = TcpStream::connect(&router.http).await.unwrap();
-    let request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n";
+    let request = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n";
     let mut answer = [0; 12];
     quiet.write_all(request).await.unwrap();
     quiet.read_exact(&mut answer).await.unwrap();

@@ -79,7 +79,7 @@ impl LoggedInstance {
     fn metrics(&self, ready: &Value) -> String {
         let at = ready["http"].as_str().expect("an address");
         let mut stream = TcpStream::connect(at).expect("it listens");
-        let get = "GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n";
+        let get = "GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
         stream.write_all(get.as_bytes()).expect("it reads");
         let mut page = String::new();
         stream.read_to_string(&mut page).expect("text");

@@ -56,6 +56,8 @@ pub(crate) enum Act {
     Broken(Vec<String>),
     /// Chunks as the test sends them; the end when the sender is dropped.
     Fed(Arc<Mutex<Option<mpsc::UnboundedReceiver<String>>>>),
+    /// The other act, with these headers.
+    Head(Vec<(&'static str, &'static str)>, Box<Act>),
     /// The connection is cut without an answer.
     Cut,
     /// No answer, for ever.
@@ -217,14 +219,14 @@ impl Drop for DropCounter {
 }
 
 async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
-    let (mut act, mut retry_after) = (act, None);
+    let (mut act, mut headers) = (act, Vec::<(&str, String)>::new());
     loop {
         let (status, kind, body) = match act {
             Act::Json(status, value) => {
                 (status, "application/json", chunks(vec![value.to_string()], true))
             }
             Act::Busy(status, again, error) => {
-                retry_after = Some(again);
+                headers.push(("retry-after", again));
                 (status, "application/json", chunks(vec![error.to_string()], true))
             }
             Act::Text(status, text) => (status, "text/plain", chunks(vec![text.into()], true)),
@@ -247,6 +249,11 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
                 });
                 (200, "text/event-stream", fed(receiver))
             }
+            Act::Head(more, then) => {
+                headers.extend(more.into_iter().map(|(name, value)| (name, value.to_owned())));
+                act = *then;
+                continue;
+            }
             Act::Cut => return Err(cut()),
             Act::Never => std::future::pending().await,
             Act::Kv(prefills, transfer, then) => {
@@ -267,10 +274,9 @@ async fn act(act: Act) -> Result<Response<Chunks>, std::io::Error> {
                 continue;
             }
         };
-        let mut response = Response::builder().status(status).header("content-type", kind);
-        if let Some(again) = retry_after {
-            response = response.header("retry-after", again);
-        }
+        let response = Response::builder().status(status).header("content-type", kind);
+        let response =
+            headers.into_iter().fold(response, |it, (name, value)| it.header(name, value));
         return Ok(response.body(body).unwrap());
     }
 }
@@ -425,7 +431,8 @@ async fn serve(
     request: Request<Incoming>,
     StubState { legs, decide, arrived, dropped, health, metrics, models }: StubState,
 ) -> Result<Response<Chunks>, std::io::Error> {
-    if request.method() == hyper::Method::GET {
+    let is_asked_by_the_router = ["/health", "/metrics", "/v1/models"];
+    if is_asked_by_the_router.contains(&request.uri().path()) {
         let key =
             request.headers().get("authorization").map(|key| key.to_str().unwrap().to_owned());
         if request.uri().path() == "/health" {
@@ -446,8 +453,11 @@ async fn serve(
     }
     let (head, body) = request.into_parts();
     let body = body.collect().await.map_err(std::io::Error::other)?.to_bytes();
-    let body = serde_json::from_slice(&body).unwrap();
-    let leg = ReceivedLeg { path: head.uri.path().into(), headers: head.headers, body };
+    let body = match body.is_empty() {
+        true => Value::Null,
+        false => serde_json::from_slice(&body).unwrap(),
+    };
+    let leg = ReceivedLeg { path: head.uri.to_string(), headers: head.headers, body };
     let decided = decide.lock().unwrap().clone()(&leg);
     legs.lock().unwrap().push(leg);
     arrived.send_modify(|count| *count += 1);

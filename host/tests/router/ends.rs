@@ -13,7 +13,7 @@ use tokio::time::timeout;
 async fn raw(router: &TestRouter, body: &str) -> TcpStream {
     let mut stream = TcpStream::connect(&router.http).await.unwrap();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Content-Length: {}\r\n\r\n{body}",
         body.len()
     );
@@ -84,7 +84,7 @@ async fn a_request_that_is_not_whole_at_sigterm_is_refused() {
     let body = completion().to_string();
     let mut stream = TcpStream::connect(&router.http).await.unwrap();
     let head = format!(
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n\
          Expect: 100-continue\r\nContent-Length: {}\r\n\r\n",
         body.len()
     );

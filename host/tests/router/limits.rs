@@ -52,7 +52,8 @@ async fn a_short_prompt_goes_to_a_decode_alone() {
             assert_eq!(answer.status, 200, "{answer:?}");
             let leg = d.seen().pop().expect("a leg");
             assert!(leg.body.get("kv_transfer_params").is_none(), "{leg:?}");
-            assert!(leg.header("x-request-id").starts_with("kvferry-"), "{leg:?}");
+            let id = format!("{}-", answer.header("x-request-id"));
+            assert!(leg.header("x-request-id").starts_with(&id), "{leg:?}");
             assert_eq!((p.seen().len(), d.seen().len()), (0, nth + 1));
         }
         assert_eq!(router.metric("kvferry_router_direct_prompts_total").await, 2);

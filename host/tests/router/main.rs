@@ -1,5 +1,6 @@
 //! `kvferry router` with real sockets: stand-in instances over HTTP and ZeroMQ, and clients.
 
+mod access;
 mod admin;
 mod backend;
 mod bodies;
@@ -8,10 +9,13 @@ mod certificates;
 mod dispatch;
 mod ends;
 mod failures;
+mod headers;
 mod limits;
 mod load;
+mod loops;
 mod models;
 mod parts;
+mod paths;
 mod proxied;
 mod raw_instance;
 mod registrations;

@@ -157,6 +157,25 @@ impl TestRouter {
         self.get_at(&self.http, path).await
     }
 
+    /// Asks with these headers beside.
+    pub(crate) async fn ask_with(
+        &self,
+        mut request: Request<Full<Bytes>>,
+        headers: &[(&'static str, &str)],
+    ) -> TestResponse {
+        for (name, value) in headers {
+            request.headers_mut().append(*name, value.parse().unwrap());
+        }
+        TestRouter::read(self.call(request).await).await
+    }
+
+    /// A request of an operator.
+    pub(crate) fn admin_request(&self, path: &str, body: &str) -> Request<Full<Bytes>> {
+        let request = Request::post(format!("http://{}{path}", self.admin));
+        let request = request.header("content-type", "application/json");
+        request.body(Full::new(body.to_owned().into())).unwrap()
+    }
+
     async fn get_at(&self, at: &str, path: &str) -> TestResponse {
         let request = Request::get(format!("http://{at}{path}"));
         TestRouter::read(self.call(request.body(Full::default()).unwrap()).await).await

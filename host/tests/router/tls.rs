@@ -56,7 +56,7 @@ async fn a_client_without_tls_is_told_so_at_once() {
     let (folder, authority) = (PemFolder::new("plain"), TestAuthority::new("ours"));
     let router = router(&folder.show(&authority.sign("127.0.0.1")));
     let mut plain = TcpStream::connect(&router.http).await.unwrap();
-    plain.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+    plain.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
     let mut told = String::new();
     timeout(PATIENCE, plain.read_to_string(&mut told)).await.unwrap().unwrap();
     assert!(told.starts_with("HTTP/1.1 400") && told.contains("https://"), "{told}");

@@ -1,0 +1,247 @@
+//! Headers that pass through the router: of clients to engines all but a list, of instances to
+//! clients a list.
+//!
+//! Both lists are tables here, and docs/router.md has the same.
+
+use super::error::HttpError;
+use super::identity::{ROUTER, RouterIdentity};
+use super::leg::REQUEST_ID;
+use hyper::header::{AUTHORIZATION, CONNECTION, HeaderMap, HeaderName, HeaderValue};
+
+/// Headers of a client that engines do not get, beside those that its `Connection` names.
+const NOT_TO_ENGINES: [&str; 26] = [
+    // Of the client's connection alone.
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "http2-settings",
+    // Of the body and of the server as the client named it: the router sends its own.
+    "host",
+    "content-length",
+    "content-type",
+    "content-encoding",
+    "expect",
+    // The router reads answers, and does not decompress them.
+    "accept-encoding",
+    // Of a browser and the site that it takes the router for.
+    "cookie",
+    "origin",
+    "access-control-request-headers",
+    "access-control-request-method",
+    "access-control-request-private-network",
+    // The router's own, or of its making.
+    "authorization",
+    "x-api-key",
+    "x-data-parallel-rank",
+    "x-kvferry-router",
+    "x-request-id",
+];
+
+/// Headers of an instance that clients get, unless its `Connection` names them. A name that ends
+/// with `*` is the beginning of names.
+const TO_CLIENTS: [&str; 20] = [
+    "content-type",
+    "content-encoding",
+    "content-language",
+    "cache-control",
+    "retry-after",
+    "retry-after-ms",
+    "x-accel-buffering",
+    "x-request-id",
+    "traceparent",
+    "tracestate",
+    "traceresponse",
+    "server-timing",
+    // What the libraries of OpenAI and Anthropic read.
+    "openai-model",
+    "openai-processing-ms",
+    "openai-version",
+    "x-ratelimit-*",
+    "x-should-retry",
+    "request-id",
+    "anthropic-ratelimit-*",
+    "anthropic-version",
+];
+
+/// The key of Anthropic's libraries.
+const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
+
+/// Bytes of a client's id for its request.
+const ID_MAX: usize = 256;
+
+/// Names in `Connection`.
+fn connection_names(headers: &HeaderMap) -> Vec<&str> {
+    let lists = headers.get_all(CONNECTION).into_iter().filter_map(|list| list.to_str().ok());
+    lists.flat_map(|list| list.split(',').map(str::trim)).collect()
+}
+
+fn names(named: &[&str], name: &HeaderName) -> bool {
+    named.iter().any(|it| it.eq_ignore_ascii_case(name.as_str()))
+}
+
+/// Id of a client's request, in the ids of its legs, the log and the answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ClientRequestId(HeaderValue);
+
+impl ClientRequestId {
+    /// The client's own id, or what `new` makes where there is none, or none that can be used: of 1
+    /// to 256 visible characters of ASCII, without the marks of addresses that MoRIIO's ids have.
+    pub(crate) fn of(client: &HeaderMap, new: impl FnOnce() -> String) -> ClientRequestId {
+        let own = client.get(REQUEST_ID).filter(|id| is_usable(id.as_bytes()));
+        let made = || HeaderValue::try_from(new()).expect("an id is of letters and digits");
+        ClientRequestId(own.cloned().unwrap_or_else(made))
+    }
+
+    pub(crate) fn as_str(&self) -> &str {
+        self.0.to_str().unwrap_or_default()
+    }
+
+    pub(crate) fn header(&self) -> HeaderValue {
+        self.0.clone()
+    }
+}
+
+fn is_usable(id: &[u8]) -> bool {
+    // Engines dial what they find behind such a mark.
+    let marked = ["_prefill_addr_", "_decode_addr_"]
+        .iter()
+        .any(|mark| memchr::memmem::find(id, mark.as_bytes()).is_some());
+    (1..=ID_MAX).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic) && !marked
+}
+
+/// Headers that engines get of a client's request, in one pass.
+///
+/// `own` is the operator's key, which replaces the client's.
+///
+/// # Errors
+/// The request has passed this router before.
+pub(crate) fn to_engine(
+    client: &HeaderMap,
+    own: Option<&HeaderValue>,
+    router: &RouterIdentity,
+) -> Result<HeaderMap, HttpError> {
+    let mut headers = HeaderMap::with_capacity(client.len() + 8);
+    headers.insert(ROUTER, router.appended(client)?);
+    let named = connection_names(client);
+    for (name, value) in client {
+        if !NOT_TO_ENGINES.contains(&name.as_str()) && !names(&named, name) {
+            headers.append(name, value.clone());
+        }
+    }
+    match own {
+        Some(key) => _ = headers.insert(AUTHORIZATION, key.clone()),
+        None => {
+            let keys = [AUTHORIZATION, API_KEY].map(|name| (client.get(&name).cloned(), name));
+            headers.extend(keys.into_iter().filter_map(|(key, name)| Some((name, key?))));
+        }
+    }
+    Ok(headers)
+}
+
+/// Headers that a client gets of an instance's answer.
+pub(crate) fn to_client(instance: &HeaderMap) -> HeaderMap {
+    let mut headers = HeaderMap::with_capacity(8);
+    let named = connection_names(instance);
+    for (name, value) in instance {
+        if passes_to_clients(name.as_str()) && !names(&named, name) {
+            headers.append(name, value.clone());
+        }
+    }
+    headers
+}
+
+fn passes_to_clients(name: &str) -> bool {
+    TO_CLIENTS.iter().any(|it| match it.strip_suffix('*') {
+        Some(begin) => name.starts_with(begin),
+        None => *it == name,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::router::paths::testing::documented;
+
+    fn map(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in pairs {
+            headers.append(*name, HeaderValue::from_static(value));
+        }
+        headers
+    }
+
+    #[test]
+    fn client_headers_pass_but_for_the_list_and_what_connection_names() {
+        let router = RouterIdentity::random();
+        let passed = [("x-vllm-priority", "-5"), ("x-many", "1"), ("x-many", "2")];
+        let mut client = map(&passed);
+        for name in NOT_TO_ENGINES {
+            let is_kept = ["connection", "authorization", "x-api-key", "x-kvferry-router"];
+            if !is_kept.contains(&name) {
+                client.append(name, HeaderValue::from_static("x"));
+            }
+        }
+        client.extend(map(&[("connection", "close, X-Hop"), ("x-hop", "1"), ("x-api-key", "k")]));
+        let mut expected = map(&passed);
+        expected.extend([router.header()]);
+        let own = HeaderValue::from_static("Bearer ours");
+        let with = |own, name: &'static str, key: &'static str| {
+            let mut expected = expected.clone();
+            expected.insert(name, HeaderValue::from_static(key));
+            assert_eq!(to_engine(&client, own, &router).expect("no loop"), expected);
+        };
+        with(None, "x-api-key", "k");
+        with(Some(&own), "authorization", "Bearer ours");
+    }
+
+    #[test]
+    fn instance_headers_pass_only_if_listed_and_not_of_the_connection() {
+        let instance = map(&[
+            ("content-type", "application/json"),
+            ("x-ratelimit-remaining-tokens", "7"),
+            ("retry-after", "7"),
+            ("connection", "Retry-After"),
+            ("set-cookie", "a=b"),
+            ("location", "http://10.0.0.1/"),
+            ("access-control-allow-origin", "*"),
+            ("content-length", "7"),
+        ]);
+        let expected =
+            [("content-type", "application/json"), ("x-ratelimit-remaining-tokens", "7")];
+        assert_eq!(to_client(&instance), map(&expected));
+    }
+
+    #[test]
+    fn ids_of_clients_are_kept_if_they_are_short_visible_and_name_no_address() {
+        let id = |text: &str| {
+            let mut client = HeaderMap::new();
+            client.insert(REQUEST_ID, HeaderValue::from_bytes(text.as_bytes()).expect("a header"));
+            ClientRequestId::of(&client, || "new".into()).as_str().to_owned()
+        };
+        let longest = "x".repeat(ID_MAX);
+        for kept in ["client-42", "a=b;c/{}\"", &longest] {
+            assert_eq!(id(kept), kept);
+        }
+        let marked = "___prefill_addr_host:evil,handshake:1,notify:2___decode_addr_host:evil_0";
+        for replaced in ["", "a b", "\u{e4}", &format!("{longest}x"), marked, "x___decode_addr_y"] {
+            assert_eq!(id(replaced), "new", "{replaced}");
+        }
+    }
+
+    #[test]
+    fn the_documents_list_the_same_headers() {
+        let listed = |list: &[&str]| {
+            let mut list: Vec<String> = list.iter().map(ToString::to_string).collect();
+            list.sort();
+            list
+        };
+        assert_eq!(documented("- Not to engines:"), listed(&NOT_TO_ENGINES));
+        assert_eq!(documented("- To clients:"), listed(&TO_CLIENTS));
+    }
+}

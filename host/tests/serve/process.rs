@@ -71,7 +71,7 @@ impl ServeProcess {
     /// Where operators ask a router, else where clients do.
     pub(crate) fn get(&self, path: &str) -> String {
         let at = if self.ready["admin"].is_string() { "admin" } else { "http" };
-        let head = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        let head = format!("GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
         exchange(self.text(at), head.as_bytes()).1
     }
 
@@ -103,7 +103,7 @@ pub(crate) fn post(to: &str, path: &str, request: &str, body: &Value) -> (u16, S
 pub(crate) fn post_with(to: &str, path: &str, line: &str, body: &Value) -> (u16, String) {
     let body = body.to_string();
     let head = format!(
-        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{line}\r\n\
+        "POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{line}\r\n\
          content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
         body.len()
     );

@@ -1,5 +1,6 @@
 //! What the router tells about itself, and what it asks an instance on a client's behalf.
 
+use super::body_chain::BodyChain;
 use super::error::HttpError;
 use super::handler::RequestHandler;
 use super::leg::{self, JSON};
@@ -9,6 +10,7 @@ use super::pool::ConnectionPool;
 use super::probe::MODELS_BYTES;
 use super::static_instances::StaticSources;
 use crate::instance::metrics_page;
+use axum::body::Body;
 use axum::response::{Html, IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::Full;
@@ -19,9 +21,11 @@ use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::{Dialects, InstanceState, RejectReason, Router, RouterCounters};
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::Endpoint;
+use kvferry_engine::source::PeerSource;
 use prometheus_client::registry::Registry;
 use serde::Serialize;
 use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -347,6 +351,8 @@ impl Admin {
         let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
         let mut why =
             "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
+        // Lists are short: all clients that ask for them have one share.
+        let mut memory = self.handler.memory.charge(PeerSource::new(Ipv4Addr::UNSPECIFIED.into()));
         let (mut lists, mut asked) = (ModelLists::default(), 0);
         for worker in &ready {
             if asked >= ASKED_MAX || !lists.misses(worker.models.as_deref()) {
@@ -355,7 +361,10 @@ impl Admin {
             asked += 1;
             let answer = timeout(PATIENCE, self.models_of(worker, key)).await;
             match answer.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
-                Ok((status, body)) => lists.add(status, body),
+                Ok((status, body)) => {
+                    memory.add(body.len()).map_err(|why| why.error("the list of models"))?;
+                    lists.add(status, body);
+                }
                 Err(said) => why = format!("instance {}: {said}", worker.http),
             }
         }
@@ -365,6 +374,7 @@ impl Admin {
         let (status, body) = lists
             .into_answer()
             .ok_or_else(|| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &why))?;
+        let body = Body::new(BodyChain::from(body).holding(vec![memory]));
         let mut response = (status, body).into_response();
         response.headers_mut().insert(CONTENT_TYPE, JSON);
         Ok(response)

@@ -476,7 +476,8 @@ mod tests {
     #[test]
     fn legs_share_the_bytes_of_the_body() {
         let prompt = "p".repeat(1 << 20);
-        let again = format!("\"again\":\"{}\",", "x".repeat(200)).repeat(1000);
+        let again = |n: u32| format!("\"again\":0,\"k{n}\":\"{}\",", "x".repeat(200));
+        let again: String = (0..500).map(again).collect();
         let (asked, _) =
             read(Api::Completions, &format!("{{{again}\"prompt\":\"{prompt}\",\"n\":8}}")).unwrap();
         let within = asked.fields.text().as_ptr_range();

@@ -118,8 +118,9 @@ impl InstanceIdentity {
             // A decode that pulls comes by itself and need not be known.
             Mode::Pull => None,
         };
-        let native = embedded.is_some_and(|peer| incarnation_of(peer).is_some())
-            || self.mode == Mode::Push && peer.is_none();
+        // As a decode with a secret does, which then speaks MoRIIO.
+        let named = embedded.filter(|_| !self.proof.is_demanded()).and_then(incarnation_of);
+        let native = named.is_some() || self.mode == Mode::Push && peer.is_none();
         let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, ..MoriioLeg::default() }));
         let transfer = PrefillLeg { moriio, ..PrefillLeg::new(key_of(request, params), self.mode) };
         Ok(LegBody::Prefill { transfer, prompt: 0 })

@@ -37,6 +37,8 @@ pub(super) async fn play(steps: Vec<ClientStep>, from: Ipv4Addr, to: SocketAddr)
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind((from, 0).into()).expect("an address of loopback");
     let mut stream = socket.connect(to).await.expect("the router listens");
+    // The clock does not wait for what the kernel holds back.
+    stream.set_nodelay(true).expect("an open socket");
     let state = ScriptedClient::default();
     let was_reset = {
         let (reads, writes) = stream.split();

@@ -142,6 +142,9 @@ fn wrong_numbers_and_addresses_are_refused_at_the_start() {
         (&["bench", "--to", "127.0.0.1:notaport"], port),
         (&["bench", "--serve", "127.0.0.1:notaport"], port),
         (&["health", "127.0.0.1:notaport/readiness"], port),
+        (&["host", "--socket", "x.sock", "--metrics", "127.0.0.1:notaport"], port),
+        (&["host", "--socket", "x.sock", "--payload-listen", "127.0.0.1:notaport"], "HOST:PORT"),
+        (&["host", "--socket", "x.sock", "--payload-hosts", "a b:7000"], "HOST:PORT"),
         (&["router", "--listen", "127.0.0.1:notaport"], "give HOST:PORT"),
         (&["router", "--admin-addr", "127.0.0.1:notaport"], "give HOST:PORT"),
         (

@@ -205,6 +205,14 @@ fn an_engine_says_whether_its_router_is_there() {
 }
 
 #[test]
+fn draining_engine_does_not_report_a_silent_router() {
+    let mut harness = decode(false);
+    harness.give(DecodeInput::Drain);
+    harness.advance(Nanos::from_secs(20));
+    assert_eq!(harness.said, []);
+}
+
+#[test]
 fn an_engine_dials_a_router_that_hung_up_at_once_and_then_with_pauses() {
     let mut harness = decode(true);
     harness.advance(Nanos::from_secs(5));

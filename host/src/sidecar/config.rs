@@ -8,6 +8,7 @@ use super::pool_peers::PoolAddress;
 use super::pool_settings::{PayloadSettings, PoolGiven, PoolResolved};
 use crate::instance::limits::{self, limits_given};
 use crate::instance::{Overrides, incarnations};
+use crate::process::address;
 use crate::process::logs::{LogArgs, LogFormat};
 use clap::{Args, ValueEnum};
 use kvferry_engine::text::nearest;
@@ -200,7 +201,7 @@ fn state(text: &str) -> Result<PathBuf, String> {
 }
 
 fn metrics(text: &str) -> Result<String, String> {
-    filled("metrics", "HOST:PORT", text)
+    address::listened(text).map_err(|why| format!("metrics = {text:?}: {why}"))
 }
 
 fn log_format(text: &str) -> Result<LogFormat, String> {

@@ -8,6 +8,7 @@ use crate::instance::{
     ControlListeners, CounterSource, InstanceTrust, ListenAddresses, PlaneConfig, PlaneMeter,
     ProtocolLimits, RankSetup, StartedPlane, TrustSettings, log_refusal, log_violation,
 };
+use crate::process::address;
 use actix::Addr;
 use kvferry_engine::actors::{
     Clock, EffectHandler, Input, InputQueue, InstanceBuilder, InstanceDriver,
@@ -34,9 +35,8 @@ pub(crate) struct PoolAddress {
 impl PoolAddress {
     /// Of HOST:PORT, with the host in brackets where it is an address of IPv6.
     pub(crate) fn parse(text: &str) -> Option<PoolAddress> {
-        let (host, port) = text.rsplit_once(':')?;
-        let (host, port) = (unbracketed(host), port.parse().ok()?);
-        (!host.is_empty()).then(|| PoolAddress { host: host.into(), port })
+        let (host, port) = address::host_and_port(text).ok()?;
+        Some(PoolAddress { host: unbracketed(host).into(), port })
     }
 
     /// What it is called by those who look for it.

@@ -1,4 +1,4 @@
-"""What a browser makes of the pages that `kvferry run --html` writes: their text, and that something is drawn."""
+"""What a browser makes of the pages that `kvferry run --html` writes, and of the status page: text, and that something is drawn."""
 
 import collections
 import html
@@ -10,6 +10,8 @@ import struct
 import subprocess
 import tempfile
 import unittest
+import urllib.error
+import urllib.request
 import zlib
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -77,23 +79,24 @@ class Pages(unittest.TestCase):
         subprocess.run(command, check=True, capture_output=True)
         return path
 
-    def browser(self, page: pathlib.Path, place: str, *options: str) -> bytes:
+    def browser(self, page: str, *options: str) -> bytes:
         profile = tempfile.mkdtemp(dir=self.folder.name)
         # Nothing of the page is from elsewhere, so the sandbox keeps nothing out; root cannot have one.
         fixed = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
         fixed += [f"--window-size={WIDTH},{HEIGHT}", "--force-device-scale-factor=1", "--virtual-time-budget=5000"]
-        command = [os.environ["CHROMIUM"], *fixed, *options, page.as_uri() + place]
+        command = [os.environ["CHROMIUM"], *fixed, *options, page]
         return subprocess.run(command, check=True, capture_output=True).stdout
 
-    def text(self, page: pathlib.Path, place: str = "") -> str:
+    def text(self, page: pathlib.Path | str, place: str = "") -> str:
         """What stands on a page once its script has run, without its data and code."""
-        dom = self.browser(page, place, "--dump-dom").decode()
+        url = page if isinstance(page, str) else page.as_uri() + place
+        dom = self.browser(url, "--dump-dom").decode()
         dom = re.sub(r"<(script|style|title)\b.*?</\1>", "", dom, flags=re.DOTALL)
         return html.unescape(re.sub(r"<[^>]*>", "\n", dom))
 
     def colours(self, page: pathlib.Path, place: str = "") -> collections.Counter:
         shot = page.with_suffix(".png")
-        self.browser(page, place, f"--screenshot={shot}")
+        self.browser(page.as_uri() + place, f"--screenshot={shot}")
         colours = pixels(shot.read_bytes())
         keep = os.environ.get("KVFERRY_PICTURES")
         if keep:
@@ -147,6 +150,24 @@ class Pages(unittest.TestCase):
         for told in ["client 3 asks", "filtered out", "What comes of it"]:
             self.assertIn(told, text)
         self.drawn(self.colours(clicked), MESSAGE, LANDING, CHOSEN)
+
+    def test_the_status_page_says_the_word_of_readiness(self):
+        command = [os.environ["KVFERRY"], "router", "--json"]
+        for option in ["--listen", "--admin-addr", "--discovery"]:
+            command += [option, "127.0.0.1:0"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as router:
+            self.addCleanup(router.kill)
+            line = json.loads(router.stdout.readline())
+            completions = f"http://{line['http']}/v1/completions"
+            request = urllib.request.Request(completions, b"{}", {"content-type": "application/json"})
+            with self.assertRaises(urllib.error.HTTPError):
+                urllib.request.urlopen(request, timeout=60)
+            text = self.text(f"http://{line['admin']}/")
+            router.kill()
+        for told in ["no pair", "0 prefills and 0 decodes can serve now", "answers, 4xx", "answers, 5xx"]:
+            self.assertIn(told, text)
+        counts = re.sub(r"\s+", " ", text)
+        self.assertIn("answers, 4xx 1", counts)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Writes a tiny Llama with random weights and a byte-level tokenizer, without any network.
+"""Writes a tiny Llama with random weights and a byte-level tokenizer, without any network: `python model.py FOLDER`.
 
 The weights are wide enough (sigma 0.3) that a greedy answer depends on the whole prompt: an answer
 equal to a single server's is then proof that every transferred block held the right bytes.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import numpy
@@ -99,3 +100,21 @@ def _tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
+
+
+def main(arguments: list[str]) -> str:
+    """The folder of the model, which is written unless it is there."""
+    if len(arguments) != 1:
+        raise SystemExit("give one folder for the model, e.g. tiny-model")
+    folder = Path(arguments[0]).resolve()
+    config = folder / "config.json"
+    if config.exists() and json.loads(config.read_text()) != CONFIG:
+        raise SystemExit(f"{folder}: another model is in this folder; give a new folder")
+    # The tokenizer's settings are written last.
+    if not (folder / "tokenizer_config.json").exists():
+        write(folder)
+    return str(folder)
+
+
+if __name__ == "__main__":
+    print(main(sys.argv[1:]))

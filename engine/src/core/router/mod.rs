@@ -292,7 +292,8 @@ impl Router {
         if let Some(instance_id) = instance_id {
             let lives = if draining { config.drain_max } else { config.expiry };
             self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), turn.now + lives);
-            self.dispatcher.registry.instance_mut(instance_id).link = link;
+            let instance = self.dispatcher.registry.instance_mut(instance_id);
+            (instance.link, instance.disconnected) = (link, false);
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;

@@ -68,6 +68,8 @@ pub(super) struct RegisteredInstance {
     pub(super) failing: BTreeMap<InstanceId, Health>,
     /// The link that it registered by last, while that is up.
     pub(super) link: Option<LinkId>,
+    /// True if that link has ended, until it registers again.
+    pub(super) disconnected: bool,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: AbandonQueue,
     /// Of a prefill: the decodes that do not fit, and why.
@@ -417,6 +419,7 @@ impl Registry {
                 paired: BTreeMap::new(),
                 failing: BTreeMap::new(),
                 link: None,
+                disconnected: false,
                 abandoned: AbandonQueue::default(),
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
@@ -502,7 +505,7 @@ impl Registry {
     /// A link of registrations is down.
     pub(super) fn unlink(&mut self, link: LinkId) {
         for instance in self.instances.values_mut() {
-            instance.link.take_if(|own| *own == link);
+            instance.disconnected |= instance.link.take_if(|own| *own == link).is_some();
             instance.abandoned.unlink(link);
         }
     }

@@ -89,7 +89,7 @@ impl<'a> InstanceView<'a> {
             InstanceState::Unproven
         } else if instance.health.is_suspect(now) {
             InstanceState::Suspect
-        } else if instance.link.is_none() && !instance.dialects().is_static() {
+        } else if instance.disconnected {
             InstanceState::Disconnected
         } else if instance.health.on_trial().is_some() {
             InstanceState::Trial

@@ -4,6 +4,7 @@
 #![allow(clippy::print_stdout, reason = "a benchmark prints its figures")]
 
 use kvferry_engine::core::ids::{Incarnation, TransferKey};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::verify::{DigestPlan, Verify};
 use kvferry_engine::fabric::{
@@ -83,7 +84,7 @@ impl VerifyBench {
     /// A hand-over in one operation for each layer.
     fn run(&mut self, level: Verify) -> Duration {
         let key = TransferKey { id: format!("t{}", self.count).as_str().into(), prompt: 0 };
-        let plan = DigestPlan::new(level, (&key, Incarnation(1)), 7);
+        let plan = DigestPlan::new(level, (&key, Incarnation(1)), PromptHash([7, 7]));
         let begin = Instant::now();
         let sent = self.digest(true, &plan);
         let per_layer = u64::from(self.blocks) / u64::from(LAYERS);

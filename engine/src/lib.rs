@@ -34,6 +34,7 @@
 //! use kvferry_engine::core::layout::{Geometry, KvGroup};
 //! use kvferry_engine::core::message::{Mode, PrefillAnswer, PrefillHook, PrefillLeg, Role};
 //! use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+//! use kvferry_engine::core::prompt_hash::PromptHash;
 //! use kvferry_engine::core::{Machine, Nanos, Outbox};
 //!
 //! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
@@ -44,7 +45,8 @@
 //! // Two requests with one key: the second one is not taken.
 //! for request in ["a", "b"] {
 //!     let leg = PrefillLeg::new(TransferKey { id: "t".into(), prompt: 0 }, Mode::Push);
-//!     let hook = PrefillHook::Arrived { request: request.into(), leg, tokens: 100 };
+//!     let (request, prompt_hash) = (request.into(), PromptHash::of_tokens(&[7; 100]));
+//!     let hook = PrefillHook::Arrived { request, leg, tokens: 100, prompt_hash };
 //!     prefill.handle(Nanos::from_ms(5), PrefillInput::Hook(hook), &mut out);
 //! }
 //! let [PrefillEffect::Answer(PrefillAnswer::Rejected { request, failure })] = out.as_slice() else {

@@ -6,6 +6,7 @@ use kvferry_engine::core::error::*;
 use kvferry_engine::core::ids::*;
 use kvferry_engine::core::layout::*;
 use kvferry_engine::core::message::*;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::fabric::{Address, Endpoint, FabricError, Refused, RegionDesc};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -57,10 +58,10 @@ fn message() -> impl Strategy<Value = Message> {
     let rest = (tag(), any::<u32>(), any::<u64>(), failure(), any::<bool>());
     prop_oneof![
         (0..5, start).prop_map(|(kind, (tag, tokens, from, blocks, lease))| match kind {
-            3 => Message::Ask { tag, tokens },
+            3 => Message::Ask { tag, tokens, prompt_hash: PromptHash([lease, 7]) },
             4 => Message::Begun { tag },
             0 => Message::Announce { tag, tokens, from, blocks, verify: None },
-            1 => Message::Pull { tag, tokens, verify: None },
+            1 => Message::Pull { tag, tokens, prompt_hash: PromptHash([7, lease]), verify: None },
             _ => Message::Grant { tag, tokens, blocks, lease: Nanos(lease), digest: None },
         }),
         (0..6, rest).prop_map(|(kind, (tag, count, wide, failure, quiet))| match kind {

@@ -8,10 +8,13 @@ use kvferry_engine::core::ids::*;
 use kvferry_engine::core::layout::*;
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::payload::*;
-use kvferry_engine::core::verify::{KvDigest, Verify, VerifyRequest};
+use kvferry_engine::core::prompt_hash::PromptHash;
+use kvferry_engine::core::verify::{KvDigest, Verify};
 use kvferry_engine::fabric::{Address, FabricError, Refused, RegionDesc};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+
+const PROMPT_HASH: PromptHash = PromptHash([1 << 60, 7]);
 
 fn key() -> TransferKey {
     TransferKey { id: "tx-07".into(), prompt: 3 }
@@ -88,6 +91,7 @@ fn failures() -> Vec<Failure> {
         Failure::Overload,
         Failure::Violation(PeerViolation { peer: text(), frame: text(), rule: text() }),
         Failure::EngineGone,
+        Failure::PromptMismatch { decode: PROMPT_HASH, prefill: PromptHash([300, u64::MAX]) },
     ]
 }
 
@@ -112,11 +116,12 @@ fn later() -> Vec<Failure> {
 fn messages() -> Vec<Message> {
     let blocks = || vec![BlockList { first: 4, ids: vec![1, 128, 70_000] }, BlockList::default()];
     let (tokens, count, ranks, lease) = (4096, 7, RankSet(5), Nanos::from_secs(30));
+    let prompt_hash = PROMPT_HASH;
     let mut messages = vec![
-        Message::Ask { tag: tag(), tokens },
+        Message::Ask { tag: tag(), tokens, prompt_hash },
         Message::Begun { tag: tag() },
         Message::Announce { tag: tag(), tokens, from: 64, blocks: blocks(), verify: None },
-        Message::Pull { tag: tag(), tokens, verify: None },
+        Message::Pull { tag: tag(), tokens, prompt_hash, verify: None },
         Message::Grant { tag: tag(), tokens, blocks: blocks(), lease, digest: None },
         Message::Renew { tag: tag(), count },
         Message::Renewed { tag: tag(), count, lease },
@@ -166,7 +171,7 @@ fn notes() -> Vec<PayloadNote> {
 fn verified() -> Vec<Message> {
     let blocks = || vec![BlockList { first: 4, ids: vec![1, 128, 70_000] }];
     let (tokens, ranks, lease) = (4096, RankSet(5), Nanos::from_secs(30));
-    let verify = |level| Some(VerifyRequest { level, prompt: u64::MAX - 5 });
+    let prompt_hash = PROMPT_HASH;
     let digest =
         || Some(Box::new(KvDigest { blocks: vec![1 << 60, 7], layers: vec![300], count: 4 }));
     vec![
@@ -175,9 +180,9 @@ fn verified() -> Vec<Message> {
             tokens,
             from: 64,
             blocks: blocks(),
-            verify: verify(Verify::All),
+            verify: Some(Verify::All),
         },
-        Message::Pull { tag: tag(), tokens, verify: verify(Verify::Sample) },
+        Message::Pull { tag: tag(), tokens, prompt_hash, verify: Some(Verify::Sample) },
         Message::Grant { tag: tag(), tokens, blocks: blocks(), lease, digest: digest() },
         Message::Delivered { tag: tag(), ranks, tokens, digest: digest() },
         Message::Ended { tag: tag(), failure: Failure::Corrupt("why".into()), quiet: true },

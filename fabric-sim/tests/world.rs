@@ -48,6 +48,7 @@ fn request(at: Nanos, tokens: u32, tail: u64, output: u32) -> WorkloadRequest {
         abort: None,
         stop: false,
         model: None,
+        decode_rendering: None,
     }
 }
 

@@ -11,8 +11,10 @@ mod session;
 mod status;
 mod transfers;
 
+use kvferry_engine::core::prompt_hash::PromptHasher;
 use kvferry_mori_compat::{CompatError, CompatSettings};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::{PyErr, PyResult, pyfunction, pymodule};
 
 /// Wrong arguments and settings are a `ValueError`, what the fabric does not do a `RuntimeError`.
@@ -29,11 +31,19 @@ fn check_settings() -> PyResult<()> {
     CompatSettings::from_env().and_then(|settings| settings.check()).map_err(raise)
 }
 
+/// Hash of a prompt's parts, in their order.
+#[pyfunction]
+fn prompt_hash(parts: Vec<(String, PyBackedBytes)>) -> [u8; 16] {
+    let mut hasher = PromptHasher::default();
+    parts.iter().for_each(|(name, content)| hasher.part(name, content));
+    hasher.finish().to_bytes()
+}
+
 /// The native half of the package `kvferry`.
 #[pymodule(gil_used = false)]
 mod _native {
     #[pymodule_export]
-    use super::check_settings;
+    use super::{check_settings, prompt_hash};
     #[pymodule_export]
     use crate::desc::{PyEngineDesc, PyMemoryDesc};
     #[pymodule_export]

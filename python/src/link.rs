@@ -17,6 +17,7 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
@@ -277,15 +278,15 @@ impl PyLink {
         self.line.as_fd().as_raw_fd()
     }
 
-    #[pyo3(signature = (request, params, tokens, prompt_hash=None))]
     fn arrived(
         &mut self,
         request: String,
         params: String,
         tokens: u32,
-        prompt_hash: Option<u64>,
+        prompt_hash: [u8; 16],
     ) -> PyResult<()> {
         let (request, params) = (request.into(), params.into());
+        let prompt_hash = Some(PromptHash::from_bytes(prompt_hash));
         self.send(&ToHost::Arrived { request, params, tokens, prompt_hash })
     }
 
@@ -378,15 +379,15 @@ impl PyLink {
 /// are in the workers, how many seconds the start may take, whether the KV of what drafts tokens is
 /// handed over, and whether KV is verified.
 #[pyfunction]
-pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool, f64, bool, bool)> {
+pub(crate) fn settings(json: &str) -> PyResult<(String, bool, bool, bool, f64, bool)> {
     let settings = ConnectorSettings::read(json).map_err(PyValueError::new_err)?;
     // MoRI takes memory where it is.
     let in_file =
         settings.kv_memory == KvMemory::File && settings.backend() == TransferBackend::Host;
     let in_worker = settings.transfer() == TransferPlacement::Worker;
     let (spawns, start) = (settings.host == HostStart::Spawn, settings.start_timeout());
-    let (drafts, verifies) = (settings.draft_kv, !settings.verify.is_off());
-    Ok((settings.socket, spawns, in_file, in_worker, start.as_secs_f64(), drafts, verifies))
+    let drafts = settings.draft_kv;
+    Ok((settings.socket, spawns, in_file, in_worker, start.as_secs_f64(), drafts))
 }
 
 /// Layers in the order in which they are counted for the host, see `Link.layers`.

@@ -6,6 +6,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use kvferry_engine::actors::{EffectHandler, InputQueue, InstanceBuilder};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::{config::CoreConfig, ids::*, instance::*, layout::*, message::*};
 use kvferry_engine::fabric::{ControlPlane, Endpoint, LinkKind};
 use kvferry_fabric_host::{HostConfig, HostPlane, HugePages, MemfdPool};
@@ -90,6 +91,11 @@ impl EffectHandler for Scheduler {
     }
 }
 
+/// Hash of the prompt: its token ids are 0, 1, 2 and so on.
+fn prompt_hash() -> PromptHash {
+    PromptHash::of_tokens(&(0..PROMPT.1).collect::<Vec<_>>())
+}
+
 /// What both engines are made of, where peers find them, and their scheduler.
 fn engine(role: Role) -> Result<(InstanceBuilder, Endpoint, Scheduler), Box<dyn Error>> {
     let pool = MemfdPool::new((LAYERS * LAYER_BYTES) as u64, HugePages::No)?;
@@ -118,7 +124,8 @@ fn prefill(request: RequestId, key: TransferKey) -> Result<(), Box<dyn Error>> {
     let leg = PrefillLeg::new(key, Mode::Push);
     let chunk = Chunk { request: request.clone(), from: 0, to: tokens, blocks };
     let mut inputs = vec![
-        PrefillHook::Arrived { request: request.clone(), leg, tokens }.into(),
+        PrefillHook::Arrived { request: request.clone(), leg, tokens, prompt_hash: prompt_hash() }
+            .into(),
         PrefillHook::Scheduled { step, chunks: vec![chunk] }.into(),
     ];
     for layer in 0..LAYERS {
@@ -133,7 +140,8 @@ fn prefill(request: RequestId, key: TransferKey) -> Result<(), Box<dyn Error>> {
 fn decode(request: RequestId, key: TransferKey, prefill: &str) -> Result<(), Box<dyn Error>> {
     let (builder, _, scheduler) = engine(Role::Decode)?;
     let leg = DecodeLeg::new(key, Mode::Push, "prefill".into(), prefill.into());
-    let arrived = DecodeHook::Arrived { request, leg, tokens: PROMPT.1 };
+    let arrived =
+        DecodeHook::Arrived { request, leg, tokens: PROMPT.1, prompt_hash: prompt_hash() };
     builder.with_inputs([arrived.into()]).start(|_| scheduler);
     Ok(())
 }

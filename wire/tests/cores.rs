@@ -10,6 +10,7 @@ use kvferry_engine::core::ids::{Incarnation, StepId, TransferKey};
 use kvferry_engine::core::layout::{BlockList, Geometry, KvGroup, LayerLayout, RankLayout};
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::{Router, RouterConfig, RouterEffect, RouterInput};
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::{Address, ControlEvent, ControlPlane, Endpoint, LinkKind, RegionDesc};
@@ -174,11 +175,21 @@ fn cores_register_say_hello_and_speak_over_zeromq() {
     let mode = Mode::Push;
     let leg =
         DecodeLeg { incarnation, ..DecodeLeg::new(key.clone(), mode, "prefill".into(), control) };
-    let request = "d".into();
-    trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 16 }));
+    let (request, prompt_hash) = ("d".into(), PromptHash::of_tokens(&[7; 16]));
+    trio.decode.give(DecodeInput::Hook(DecodeHook::Arrived {
+        request,
+        leg,
+        tokens: 16,
+        prompt_hash,
+    }));
     let leg = PrefillLeg { incarnation, ..PrefillLeg::new(key, mode) };
     let request = "p".into();
-    trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens: 16 }));
+    trio.prefill.give(PrefillInput::Hook(PrefillHook::Arrived {
+        request,
+        leg,
+        tokens: 16,
+        prompt_hash,
+    }));
     let blocks = vec![BlockList::new(vec![1])];
     let chunk = Chunk { request: "p".into(), from: 0, to: 16, blocks };
     let hook = PrefillHook::Scheduled { step: StepId(1), chunks: vec![chunk] };

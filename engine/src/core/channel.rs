@@ -10,6 +10,7 @@
 //! use kvferry_engine::core::dialect::native::{VERSION, decode};
 //! use kvferry_engine::core::ids::{Attempt, Incarnation, TransferKey};
 //! use kvferry_engine::core::message::{AttemptTag, Message};
+//! use kvferry_engine::core::prompt_hash::PromptHash;
 //! use kvferry_engine::fabric::LinkId;
 //!
 //! let (now, link, config) = (Nanos::ZERO, LinkId(0), ChannelConfig::default());
@@ -20,7 +21,9 @@
 //! prefill_side.attach(now, link, (Incarnation(1), VERSION), &mut answered);
 //!
 //! let key = TransferKey { id: "t".into(), prompt: 0 };
-//! let ask = Message::Ask { tag: AttemptTag { key, sibling: 0, attempt: Attempt(0) }, tokens: 100 };
+//! let prompt_hash = PromptHash::of_tokens(&[7; 100]);
+//! let tag = AttemptTag { key, sibling: 0, attempt: Attempt(0) };
+//! let ask = Message::Ask { tag, tokens: 100, prompt_hash };
 //! decode_side.send(now, ask.clone(), &mut sent)?;
 //! let [ControlCommand::Send { frame, .. }] = &sent[..] else { panic!("{sent:?}") };
 //! let frame = decode(frame).unwrap();

@@ -13,6 +13,7 @@
 
 use super::ids::EngineId;
 use super::layout::Mismatch;
+use super::prompt_hash::PromptHash;
 use crate::fabric::{Endpoint, FabricError, LinkId, Refused};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -61,6 +62,13 @@ pub enum Failure {
     OtherLife,
     /// The KV that arrived is not that of the prefill; says where.
     Corrupt(Arc<str>),
+    /// The two legs have different prompts: the KV of the one is no answer to the other.
+    PromptMismatch {
+        /// Hash of the decode's prompt.
+        decode: PromptHash,
+        /// Hash of the prefill's.
+        prefill: PromptHash,
+    },
     /// What a peer of a later version calls by this name.
     Unknown(Arc<str>),
 }
@@ -104,7 +112,8 @@ impl Failure {
             | Failure::Stalled
             | Failure::Overload
             | Failure::Violation(_)
-            | Failure::EngineGone => 1,
+            | Failure::EngineGone
+            | Failure::PromptMismatch { .. } => 1,
             Failure::Fabric(cause) => match cause {
                 FabricError::QueuePair
                 | FabricError::AckTimeout
@@ -146,6 +155,7 @@ impl Failure {
             Failure::EngineGone => "engine-gone",
             Failure::OtherLife => "other-life",
             Failure::Corrupt(_) => "corrupt",
+            Failure::PromptMismatch { .. } => "prompt-mismatch",
             Failure::Unknown(_) => "unknown",
         }
     }
@@ -177,6 +187,11 @@ impl Failure {
             }
             other => other.clone(),
         }
+    }
+
+    /// True if it is about the request alone: whatever engines serve it, it fails so again.
+    pub fn is_of_request(&self) -> bool {
+        matches!(self, Failure::PromptMismatch { .. })
     }
 
     /// True if it is about two engines together: KV does not get through between them, though
@@ -220,6 +235,12 @@ impl fmt::Display for Failure {
             Failure::EngineGone => f.write_str("engine or worker rank is gone"),
             Failure::OtherLife => f.write_str("the leg is for another incarnation of this engine"),
             Failure::Corrupt(what) => write!(f, "KV did not arrive as it was sent: {what}"),
+            Failure::PromptMismatch { decode, prefill } => write!(
+                f,
+                "the two legs have different prompts: the decode's has hash {decode}, the \
+                 prefill's {prefill}; give both engines the same tokenizer and chat template, or \
+                 send the prompt as token ids"
+            ),
             Failure::Unknown(name) => write!(f, "{name}, which this version does not know"),
         }
     }

@@ -26,8 +26,9 @@ use super::error::Failure;
 use super::ids::*;
 use super::layout::{BlockList, Geometry, RankLayout};
 use super::payload::PayloadNote;
+use super::prompt_hash::PromptHash;
 use super::time::Nanos;
-use super::verify::{DigestPlan, KvDigest, VerifyRequest};
+use super::verify::{DigestPlan, KvDigest, Verify};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -59,6 +60,9 @@ pub enum Message {
         tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
+        /// Hash of the prompt; a prefill that has another prompt answers with
+        /// [`Failure::PromptMismatch`].
+        prompt_hash: PromptHash,
     },
     /// Prefill to decode: the prompt is being computed. Push: announce blocks. Pull, when the last
     /// step computes: get blocks, the grant follows.
@@ -72,19 +76,21 @@ pub enum Message {
         from: u32,
         /// Destination blocks per group.
         blocks: Vec<BlockList>,
-        /// What the prefill is to prove. Only to peers that have
+        /// How much of the KV the prefill is to digest. Only to peers that have
         /// [`super::channel::capability::VERIFY`], as all that is added for it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        verify: Option<VerifyRequest>,
+        verify: Option<Verify>,
     },
     /// Decode to prefill, pull: tell me the blocks and hold them.
     Pull {
         tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
+        /// As in [`Message::Ask`].
+        prompt_hash: PromptHash,
         /// As in [`Message::Announce`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        verify: Option<VerifyRequest>,
+        verify: Option<Verify>,
     },
     /// Prefill to decode, pull: read these blocks while the lease lasts. The reader counts the
     /// lease from when it sent its `Pull` or `Renew`.
@@ -218,15 +224,12 @@ pub struct PrefillLeg {
     /// The decode, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio: Option<Arc<MoriioLeg>>,
-    /// A hash of the prompt's token ids, if the engine says one; needed where KV is verified.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub prompt_hash: Option<u64>,
 }
 
 impl PrefillLeg {
     /// Of a prompt that one sample fetches from whatever incarnation gets the leg.
     pub fn new(key: TransferKey, mode: Mode) -> PrefillLeg {
-        PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None, prompt_hash: None }
+        PrefillLeg { key, siblings: 1, mode, incarnation: None, moriio: None }
     }
 }
 
@@ -248,24 +251,12 @@ pub struct DecodeLeg {
     /// The prefill, if it speaks MoRIIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moriio: Option<Arc<MoriioLeg>>,
-    /// As in [`PrefillLeg`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub prompt_hash: Option<u64>,
 }
 
 impl DecodeLeg {
     /// Of the only sample, whose prompt the engine `prefill` has in whatever incarnation.
     pub fn new(key: TransferKey, mode: Mode, prefill: EngineId, control: Endpoint) -> DecodeLeg {
-        DecodeLeg {
-            key,
-            sibling: 0,
-            mode,
-            prefill,
-            control,
-            incarnation: None,
-            moriio: None,
-            prompt_hash: None,
-        }
+        DecodeLeg { key, sibling: 0, mode, prefill, control, incarnation: None, moriio: None }
     }
 
     /// Of a request without a prefill: it names nobody who has its KV.
@@ -317,6 +308,8 @@ pub enum PrefillHook {
         leg: PrefillLeg,
         /// Tokens of its prompt.
         tokens: u32,
+        /// Hash of its prompt, which goes with every native hand-over.
+        prompt_hash: PromptHash,
     },
     /// A step was scheduled (`build_connector_meta`). Lists only requests that have a leg.
     Scheduled { step: StepId, chunks: Vec<Chunk> },
@@ -356,6 +349,8 @@ pub enum DecodeHook {
         leg: DecodeLeg,
         /// Tokens of its prompt.
         tokens: u32,
+        /// As in [`PrefillHook::Arrived`]; of the whole prompt, whatever of its KV is there.
+        prompt_hash: PromptHash,
     },
     /// Blocks were allocated (`update_state_after_alloc`): load tokens `computed..` into them.
     /// Exactly one [`DecodeAnswer::Loaded`] or [`DecodeAnswer::LoadFailed`] follows. Better not

@@ -36,6 +36,7 @@ pub mod payload;
 mod peer_manager;
 pub mod peers;
 pub mod prefill;
+pub mod prompt_hash;
 mod recent_set;
 mod registration;
 pub mod router;

@@ -17,6 +17,7 @@ use super::message::{
 };
 use super::moriio::{MoriioConfig, MoriioCounters, MoriioPeers};
 use super::peers::{LocalEngine, PeerEvent, PeerInfo, PeerTurn, Peers};
+use super::prompt_hash::PromptHash;
 use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
@@ -282,16 +283,16 @@ impl PeerManager {
         Ok(moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events)))
     }
 
-    /// A decode that speaks MoRIIO is to fetch a prompt of this many tokens.
+    /// A decode that speaks MoRIIO is to fetch a prompt, of so many tokens and with this hash.
     pub(super) fn expect_moriio<A>(
         &mut self,
-        key: &TransferKey,
-        wanted: (Mode, u32),
+        transfer: (&TransferKey, Mode),
+        prompt: (u32, PromptHash),
         peer: &Arc<MoriioLeg>,
         turn: &mut CoreTurn<'_, A>,
     ) {
         if let Some(moriio) = &mut self.moriio {
-            moriio.expect(key, wanted, peer, &mut peer_turn(turn, &mut self.peer_events));
+            moriio.expect(transfer, prompt, peer, &mut peer_turn(turn, &mut self.peer_events));
         }
     }
 

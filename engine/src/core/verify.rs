@@ -2,17 +2,19 @@
 //! its bytes lie, and the decode compares before the first token.
 //!
 //! A digest is of the part of a block and a layer that one rank gives another. Its seed is bound to
-//! the transfer, the prompt's tokens, the prefill's incarnation, the block's place in the prompt,
+//! the transfer, the prompt's hash, the prefill's incarnation, the block's place in the prompt,
 //! the layer and both ranks, so that the right bytes in a wrong place do not pass. What is told is a
 //! sum for each block and one for each layer: they name a single bad block of a layer.
 //!
 //! ```
 //! use kvferry_engine::core::ids::{Incarnation, TransferKey};
+//! use kvferry_engine::core::prompt_hash::PromptHash;
 //! use kvferry_engine::core::verify::{DigestPlan, KvDigest, Verify};
 //!
 //! let key = TransferKey { id: "t".into(), prompt: 0 };
-//! let plan = DigestPlan::new(Verify::All, (&key, Incarnation(1)), 42);
-//! let other = DigestPlan::new(Verify::All, (&key, Incarnation(2)), 42);
+//! let prompt = PromptHash::of_tokens(&[1, 2, 3]);
+//! let plan = DigestPlan::new(Verify::All, (&key, Incarnation(1)), prompt);
+//! let other = DigestPlan::new(Verify::All, (&key, Incarnation(2)), prompt);
 //! assert_ne!(plan.seed(0, 16, (0, 0)), other.seed(0, 16, (0, 0)));
 //!
 //! // Two blocks in two layers; one block of one layer differs.
@@ -27,6 +29,7 @@
 
 use super::ids::{Incarnation, TransferKey, hash};
 use super::layout::{Geometry, GroupKind};
+use super::prompt_hash::PromptHash;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -52,6 +55,11 @@ impl Verify {
     pub const fn is_off(&self) -> bool {
         matches!(self, Verify::Off)
     }
+
+    /// The level that is asked of a prefill; None if nothing is verified.
+    pub(super) fn asked(self) -> Option<Verify> {
+        (!self.is_off()).then_some(self)
+    }
 }
 
 impl fmt::Display for Verify {
@@ -59,14 +67,6 @@ impl fmt::Display for Verify {
         let name = Verify::NAMES.iter().find(|(_, level)| level == self);
         f.write_str(name.map_or("", |(name, _)| name))
     }
-}
-
-/// What a decode that verifies says of a prompt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct VerifyRequest {
-    pub level: Verify,
-    /// A hash of the prompt's token ids, which the engines of both sides make alike.
-    pub prompt: u64,
 }
 
 /// One block of a layer in this many is in a sample.
@@ -86,12 +86,13 @@ impl DigestPlan {
     pub fn new(
         level: Verify,
         (key, incarnation): (&TransferKey, Incarnation),
-        prompt: u64,
+        prompt: PromptHash,
     ) -> DigestPlan {
-        let numbers = [u64::from(key.prompt), incarnation.0, prompt];
+        let PromptHash([high, low]) = prompt;
+        let numbers = [u64::from(key.prompt), incarnation.0, high, low];
         let numbers = numbers.into_iter().flat_map(u64::to_le_bytes);
         let seed = hash(key.id.0.bytes().chain([0]).chain(numbers));
-        DigestPlan { level, seed, choice: prompt }
+        DigestPlan { level, seed, choice: low }
     }
 
     /// The seed of the digest of what rank `ranks.0` of the prefill gives rank `ranks.1` of the

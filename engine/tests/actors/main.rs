@@ -11,6 +11,7 @@ use kvferry_engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
 use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::layout::{BlockList, Geometry, KvGroup, LayerLayout};
 use kvferry_engine::core::message::*;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_engine::fabric::*;
@@ -183,7 +184,12 @@ async fn carry(mode: Mode, together: bool) {
     let key = TransferKey { id: "t".into(), prompt: 0 };
     let leg = DecodeLeg::new(key.clone(), mode, "prefill".into(), "loopback".into());
     let request = RequestId::from("d");
-    let arrived = DecodeHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
+    let arrived = DecodeHook::Arrived {
+        request: request.clone(),
+        leg,
+        tokens: TOKENS,
+        prompt_hash: PromptHash::default(),
+    };
     decode.give(InstanceInput::Decode(arrived)).await;
     let blocks = vec![BlockList::new((20..24).collect())];
     let allocated = DecodeHook::Allocated { request, computed: 0, blocks };
@@ -191,7 +197,12 @@ async fn carry(mode: Mode, together: bool) {
 
     let request = RequestId::from("p");
     let leg = PrefillLeg::new(key, mode);
-    let arrived = PrefillHook::Arrived { request: request.clone(), leg, tokens: TOKENS };
+    let arrived = PrefillHook::Arrived {
+        request: request.clone(),
+        leg,
+        tokens: TOKENS,
+        prompt_hash: PromptHash::default(),
+    };
     prefill.give(InstanceInput::Prefill(arrived)).await;
     let blocks = vec![BlockList::new((3..7).collect())];
     let chunk = Chunk { request: request.clone(), from: 0, to: TOKENS, blocks };

@@ -13,6 +13,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{BlockId, TransferKey};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::*;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::fabric::{Address, ControlEvent, LinkKind};
 use std::sync::Arc;
 
@@ -25,9 +26,13 @@ pub(crate) fn arrive(table: &mut DecodeTable, name: &str, mode: Mode, peer: Arc<
         control: "tcp://10.0.0.9:6301".into(),
         incarnation: None,
         moriio: Some(peer),
-        prompt_hash: None,
     };
-    let hook = DecodeHook::Arrived { request: name.into(), leg, tokens: 40 };
+    let hook = DecodeHook::Arrived {
+        request: name.into(),
+        leg,
+        tokens: 40,
+        prompt_hash: PromptHash::default(),
+    };
     table.give(DecodeInput::Hook(hook));
 }
 
@@ -398,7 +403,12 @@ fn arrive_natively(table: &mut DecodeTable) -> kvferry_engine::fabric::LinkId {
         "10.0.0.9:6301".into(),
         "tcp://10.0.0.9:6301".into(),
     );
-    let hook = DecodeHook::Arrived { request: "d".into(), leg, tokens: 40 };
+    let hook = DecodeHook::Arrived {
+        request: "d".into(),
+        leg,
+        tokens: 40,
+        prompt_hash: PromptHash::default(),
+    };
     table.give(DecodeInput::Hook(hook));
     let link = table.dialled("tcp://10.0.0.9:6301", LinkKind::Handshake);
     table.up(link, LinkKind::Handshake);

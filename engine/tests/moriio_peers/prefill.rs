@@ -12,6 +12,7 @@ use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::moriio::MoriioSettings;
 use kvferry_engine::core::prefill::PrefillInput;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::{ControlEvent, LinkId, LinkKind};
 use std::num::NonZeroU16;
@@ -20,7 +21,12 @@ use std::sync::Arc;
 pub(crate) fn arrive(table: &mut PrefillTable, mode: Mode, peer: Arc<MoriioLeg>) {
     let key = TransferKey { id: "tx-p".into(), prompt: 0 };
     let leg = PrefillLeg { moriio: Some(peer), ..PrefillLeg::new(key, mode) };
-    let hook = PrefillHook::Arrived { request: "p".into(), leg, tokens: 40 };
+    let hook = PrefillHook::Arrived {
+        request: "p".into(),
+        leg,
+        tokens: 40,
+        prompt_hash: PromptHash::default(),
+    };
     table.give(PrefillInput::Hook(hook));
 }
 

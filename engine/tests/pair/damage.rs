@@ -128,10 +128,11 @@ fn prompt(pair: &mut PairWorld, n: u32) -> RequestId {
     let (request, prefill) = (RequestId::from(format!("d-{n}")), RequestId::from(format!("p-{n}")));
     let (mode, control) = (Mode::Pull, "prefill-control".into());
     let leg = DecodeLeg::new(key_of(n), mode, "prefill".into(), control);
-    let hook = DecodeHook::Arrived { request: request.clone(), leg, tokens: 64 };
+    let hook = DecodeHook::Arrived { request: request.clone(), leg, tokens: 64, prompt_hash: HASH };
     pair.decode(DecodeInput::Hook(hook));
     let leg = PrefillLeg::new(key_of(n), mode);
-    let hook = PrefillHook::Arrived { request: prefill.clone(), leg, tokens: 64 };
+    let hook =
+        PrefillHook::Arrived { request: prefill.clone(), leg, tokens: 64, prompt_hash: HASH };
     pair.prefill(PrefillInput::Hook(hook));
     let blocks = vec![BlockList::new((4 * n..4 * n + 4).collect())];
     let chunk = Chunk { request: prefill.clone(), from: 0, to: 64, blocks };

@@ -1,6 +1,6 @@
 //! What a lease covers, and what is done when nobody can be told.
 
-use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, key, loaded};
+use super::{HASH, allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, key, loaded};
 use super::{prefill_all, settle};
 use crate::world::{BLOCK, OpResult, PairWorld, Speaker};
 use kvferry_engine::core::Nanos;
@@ -170,7 +170,8 @@ fn a_native_reader_comes_in_the_place_of_whoever_a_prompt_is_held_for() {
     for waits in [false, true] {
         let mut pair = PairWorld::beside_moriio(Mode::Pull);
         let leg = PrefillLeg { moriio: Some(Arc::default()), ..PrefillLeg::new(key(), Mode::Pull) };
-        let arrived = PrefillHook::Arrived { request: "p-1".into(), leg, tokens: 100 };
+        let arrived =
+            PrefillHook::Arrived { request: "p-1".into(), leg, tokens: 100, prompt_hash: HASH };
         pair.prefill(PrefillInput::Hook(arrived));
         if !waits {
             prefill_all(&mut pair, 100);

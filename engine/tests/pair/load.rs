@@ -1,6 +1,6 @@
 //! What a full link and a plane with little credit do.
 
-use super::{BLOCK, LAYERS, allocate, loaded, settle};
+use super::{BLOCK, HASH, LAYERS, allocate, loaded, settle};
 use crate::world::{OpResult, PairWorld, caps};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::decode::DecodeInput;
@@ -30,11 +30,11 @@ fn request(n: u32) -> RequestId {
 fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
     let key = TransferKey { id: format!("t{n}").into(), prompt: 0 };
     let leg = DecodeLeg::new(key.clone(), Mode::Pull, "prefill".into(), "prefill-control".into());
-    let arrived = DecodeHook::Arrived { request: request(n), leg, tokens };
+    let arrived = DecodeHook::Arrived { request: request(n), leg, tokens, prompt_hash: HASH };
     pair.decode(DecodeInput::Hook(arrived));
     let leg = PrefillLeg::new(key, Mode::Pull);
     let prompt = RequestId::from(format!("p-{n}"));
-    let arrived = PrefillHook::Arrived { request: prompt.clone(), leg, tokens };
+    let arrived = PrefillHook::Arrived { request: prompt.clone(), leg, tokens, prompt_hash: HASH };
     pair.prefill(PrefillInput::Hook(arrived));
     let blocks = vec![BlockList::new((40 * n..40 * n + tokens.div_ceil(BLOCK)).collect())];
     let chunk = Chunk { request: prompt.clone(), from: 0, to: tokens, blocks };

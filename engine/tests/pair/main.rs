@@ -7,6 +7,7 @@ mod leases;
 mod load;
 mod names;
 mod newer;
+mod prompts;
 mod resets;
 mod room;
 mod stale;
@@ -42,10 +43,10 @@ fn arrive_prefill_for(
     siblings: u32,
     incarnation: Option<Incarnation>,
 ) {
-    let prompt_hash = Some(HASH);
-    let leg = PrefillLeg { siblings, incarnation, prompt_hash, ..PrefillLeg::new(key(), mode) };
+    let leg = PrefillLeg { siblings, incarnation, ..PrefillLeg::new(key(), mode) };
     let request = RequestId::from("p-1");
-    pair.prefill(PrefillInput::Hook(PrefillHook::Arrived { request, leg, tokens }));
+    let hook = PrefillHook::Arrived { request, leg, tokens, prompt_hash: HASH };
+    pair.prefill(PrefillInput::Hook(hook));
 }
 
 fn arrive_decode(pair: &mut PairWorld, mode: Mode, tokens: u32, sibling: u32) -> RequestId {
@@ -63,10 +64,10 @@ fn arrive_decode_for(
     let leg = DecodeLeg {
         sibling,
         incarnation,
-        prompt_hash: Some(HASH),
         ..DecodeLeg::new(key(), mode, "prefill".into(), "prefill-control".into())
     };
-    pair.decode(DecodeInput::Hook(DecodeHook::Arrived { request: request.clone(), leg, tokens }));
+    let hook = DecodeHook::Arrived { request: request.clone(), leg, tokens, prompt_hash: HASH };
+    pair.decode(DecodeInput::Hook(hook));
     request
 }
 

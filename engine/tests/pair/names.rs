@@ -1,6 +1,6 @@
 //! Names that come again: of transfers, attempts, and incarnations of a peer.
 
-use super::{allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
+use super::{HASH, allocate, arrive_decode, arrive_decode_for, arrive_prefill, freed, loaded};
 use super::{prefill_all, settle};
 use crate::world::{PairWorld, Speaker};
 use kvferry_engine::core::Nanos;
@@ -41,7 +41,8 @@ fn more_copies_of_a_prompt_than_it_has_samples_are_refused() {
     let (key, mode) = (super::key(), Mode::Push);
     let leg = PrefillLeg::new(key, mode);
     let request = RequestId::from("p-2");
-    let hook = PrefillHook::Arrived { request: request.clone(), leg, tokens: 64 };
+    let hook =
+        PrefillHook::Arrived { request: request.clone(), leg, tokens: 64, prompt_hash: HASH };
     pair.prefill(PrefillInput::Hook(hook));
     let failure = Failure::DuplicateKey;
     assert_eq!(pair.prefill_said, [PrefillAnswer::Rejected { request, failure }]);

@@ -1,7 +1,7 @@
 //! What an engine and its router tell each other on the discovery channel.
 
 use crate::key;
-use crate::world::{core_config, layers};
+use crate::world::{HASH, core_config, layers};
 use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
@@ -133,10 +133,14 @@ fn arrive(harness: &mut CoreHarness<Decode>, prompt: u32) {
         control: "nobody".into(),
         incarnation: Some(Incarnation(3)),
         moriio: None,
-        prompt_hash: None,
     };
     let request = RequestId::from(format!("d-{prompt}"));
-    harness.give(DecodeInput::Hook(DecodeHook::Arrived { request, leg, tokens: 64 }));
+    harness.give(DecodeInput::Hook(DecodeHook::Arrived {
+        request,
+        leg,
+        tokens: 64,
+        prompt_hash: HASH,
+    }));
 }
 
 #[test]
@@ -180,6 +184,7 @@ fn what_was_abandoned_before_its_leg_came_is_no_duplicate() {
         request: request.clone(),
         leg,
         tokens: 64,
+        prompt_hash: HASH,
     }));
     let failure = Failure::Cancelled;
     let rejected = PrefillAnswer::Rejected { request, failure };

@@ -49,6 +49,8 @@ enum FaultReach {
     Router,
     /// A request ends early, or its times do.
     Request,
+    /// The two legs of a request have different prompts.
+    Prompt,
 }
 
 fn reach(kind: FaultKind) -> FaultReach {
@@ -69,6 +71,7 @@ fn reach(kind: FaultKind) -> FaultReach {
         ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => {
             FaultReach::Request
         }
+        PromptsDiffer => FaultReach::Prompt,
     }
 }
 
@@ -83,6 +86,7 @@ fn can_cause(reach: FaultReach, failure: &Failure) -> bool {
         Failure::Refused(_) => matches!(reach, Fabric | Process),
         Failure::PeerRestarted | Failure::EngineGone => reach == Process,
         Failure::Violation(_) => matches!(reach, Wire | Foreign),
+        Failure::PromptMismatch { .. } => reach == Prompt,
         Failure::Mismatch(_) | Failure::HelloRefused(_) => {
             matches!(reach, Foreign | Process | Router)
         }
@@ -231,7 +235,7 @@ impl Invariant for CausedFailures {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, key, prefill_leg, request,
+        D0, HASH, InvariantBench, InvariantId, P0, key, prefill_leg, request,
     };
     use kvferry_engine::core::message::{FinishReason, Mode, PrefillHook};
 
@@ -293,7 +297,8 @@ mod tests {
     fn nobody_fetches(bench: &mut InvariantBench, abandoned: bool, seconds: u64) {
         let key = key("r");
         let leg = prefill_leg("r", Mode::Pull);
-        let hook = &PrefillHook::Arrived { request: request("r"), leg, tokens: 32 };
+        let hook =
+            &PrefillHook::Arrived { request: request("r"), leg, tokens: 32, prompt_hash: HASH };
         bench.see(Observation::PrefillHook { who: P0, hook });
         let (name, reason) = (request("r"), FinishReason::Length);
         let hook = &PrefillHook::Finished { request: name.clone(), reason };

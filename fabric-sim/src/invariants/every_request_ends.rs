@@ -251,8 +251,8 @@ impl EveryRequestEnds {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, decode_body, decode_leg, finished_answer, prefill_leg,
-        request,
+        D0, HASH, InvariantBench, InvariantId, P0, decode_body, decode_leg, finished_answer,
+        prefill_leg, request,
     };
     use kvferry_engine::core::message::{DecodeLeg, PrefillHook};
 
@@ -293,7 +293,8 @@ mod tests {
 
     fn prompt_arrives(bench: &mut InvariantBench, id: &str) {
         let leg = prefill_leg("s", Mode::Pull);
-        let hook = &PrefillHook::Arrived { request: request(id), leg, tokens: 16 };
+        let hook =
+            &PrefillHook::Arrived { request: request(id), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::PrefillHook { who: P0, hook });
     }
 
@@ -303,7 +304,8 @@ mod tests {
         let mut bench = bench();
         prompt_arrives(&mut bench, "s");
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };
-        let hook = &DecodeHook::Arrived { request: request("s"), leg, tokens: 16 };
+        let hook =
+            &DecodeHook::Arrived { request: request("s"), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::DecodeHook { who: D0, hook });
         if lost {
             bench.crash(D0);

@@ -101,7 +101,9 @@ impl HealsFastPath {
                         | Failure::Fabric(FabricError::PeerGone)
                 );
                 let doubted = of_incarnation && served.iter().any(|one| self.back.contains(one));
-                self.few && *why == Failure::Overload
+                // A request that is drawn with two prompts never gets KV.
+                matches!(why, Failure::PromptMismatch { .. })
+                    || self.few && *why == Failure::Overload
                     || self.once && matches!(why, Failure::Fabric(FabricError::QueuePair))
                     || doubted && self.doubts.insert(served.clone())
                     || is_misfit(now, why, served)

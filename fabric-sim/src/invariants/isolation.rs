@@ -141,6 +141,8 @@ impl FaultIsolation {
             ClientAnswer::NoRole { .. } => model.is_some() && self.concerns_all(now, model),
             ClientAnswer::Failed(LegFailure::Request(_)) => true,
             ClientAnswer::Failed(LegFailure::Busy { .. }) => has_waited,
+            // Its own two prompts differ.
+            ClientAnswer::Failed(LegFailure::Instance(Failure::PromptMismatch { .. })) => true,
             _ if self.general || self.is_full(answer) => true,
             ClientAnswer::NoInstance(_) | ClientAnswer::Overload => self.concerns_all(now, model),
             ClientAnswer::Misfit(_) => {

@@ -188,7 +188,7 @@ impl Invariant for LegalTransitions {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0, rank, tag};
+    use crate::invariants::testing::{D0, HASH, InvariantBench, InvariantId, P0, rank, tag};
     use kvferry_engine::core::error::Failure;
     use kvferry_engine::core::message::AttemptTag;
     use std::sync::Arc;
@@ -233,7 +233,7 @@ mod tests {
         let mut bench = bench();
         bench.announced(D0, P0, "r");
         let again = AttemptTag { attempt: Attempt(2), ..tag("r") };
-        bench.send(D0, P0, Message::Pull { tag: again, tokens: 32, verify: None });
+        bench.pull(again, 32);
         bench.holds();
         bench.announced(D0, P0, "r");
         bench.fails("begun twice, or an old one");
@@ -242,7 +242,7 @@ mod tests {
     #[test]
     fn a_prompt_that_was_asked_for_begins_once() {
         let mut bench = bench();
-        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32 });
+        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32, prompt_hash: HASH });
         bench.send(P0, D0, Message::Begun { tag: tag("r") });
         bench.announced(D0, P0, "r");
         bench.holds();
@@ -250,7 +250,7 @@ mod tests {
         bench.fails("a beginning that nobody asked about, twice");
         let mut bench = self::bench();
         bench.announced(D0, P0, "r");
-        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32 });
+        bench.send(D0, P0, Message::Ask { tag: tag("r"), tokens: 32, prompt_hash: HASH });
         bench.fails("begun twice");
     }
 
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn what_is_said_to_the_incarnation_before_belongs_to_what_was_said_to_it() {
         let mut bench = bench();
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 32, verify: None });
+        bench.pull(tag("r"), 32);
         bench.crash(P0);
         let next = SimProcessId { incarnation: 1, ..P0 };
         bench.start(next);

@@ -203,7 +203,8 @@ impl Invariant for OneOutcome {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, done, finished, finished_answer, prefill_leg, request,
+        D0, HASH, InvariantBench, InvariantId, P0, done, finished, finished_answer, prefill_leg,
+        request,
     };
     use kvferry_engine::core::message::{FinishReason, Mode};
 
@@ -258,7 +259,10 @@ mod tests {
     fn a_source_is_freed_once_and_not_before_the_end() {
         let mut bench = bench();
         let leg = prefill_leg("r", Mode::Push);
-        prefill(&mut bench, PrefillHook::Arrived { request: request("r"), leg, tokens: 16 });
+        prefill(
+            &mut bench,
+            PrefillHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH },
+        );
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };
         bench.see(Observation::PrefillAnswer { who: P0, answer: &safe });

@@ -224,7 +224,7 @@ impl Invariant for ReclaimBound {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, decode_leg, done, prefill_leg, request,
+        D0, HASH, InvariantBench, InvariantId, P0, decode_leg, done, prefill_leg, request,
     };
     use kvferry_engine::core::ids::StepId;
     use kvferry_engine::core::layout::BlockList;
@@ -250,7 +250,7 @@ mod tests {
         let blocks = vec![BlockList::new(vec![block])];
         let chunks = vec![Chunk { request: request(name), from: 0, to: 16, blocks }];
         let hooks = [
-            PrefillHook::Arrived { request: request(name), leg, tokens: 16 },
+            PrefillHook::Arrived { request: request(name), leg, tokens: 16, prompt_hash: HASH },
             PrefillHook::Scheduled { step: StepId(1), chunks },
             PrefillHook::Finished { request: request(name), reason: FinishReason::Length },
         ];
@@ -292,9 +292,15 @@ mod tests {
     fn a_source_stays_while_a_living_decode_waits_for_it() {
         let mut bench = InvariantBench::new(InvariantId::ReclaimBound);
         let leg = prefill_leg("r", Mode::Push);
-        let hook = &PrefillHook::Arrived { request: request("p"), leg, tokens: 16 };
+        let hook =
+            &PrefillHook::Arrived { request: request("p"), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::PrefillHook { who: P0, hook });
-        let hook = &DecodeHook::Arrived { request: request("r"), leg: decode_leg("r"), tokens: 16 };
+        let hook = &DecodeHook::Arrived {
+            request: request("r"),
+            leg: decode_leg("r"),
+            tokens: 16,
+            prompt_hash: HASH,
+        };
         bench.see(Observation::DecodeHook { who: D0, hook });
         let hook = &PrefillHook::Finished { request: request("p"), reason: FinishReason::Length };
         bench.see(Observation::PrefillHook { who: P0, hook });

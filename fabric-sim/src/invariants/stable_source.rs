@@ -382,7 +382,7 @@ impl Invariant for StableSource {
 mod tests {
     use super::*;
     use crate::invariants::testing::{
-        D0, InvariantBench, InvariantId, P0, decode_leg, done, failed, rank, request, tag,
+        D0, HASH, InvariantBench, InvariantId, P0, decode_leg, done, failed, rank, request, tag,
     };
     use kvferry_engine::core::ids::ConnectionId;
     use kvferry_engine::core::message::DecodeLeg;
@@ -421,13 +421,9 @@ mod tests {
     fn granted() -> InvariantBench {
         let mut bench = bench();
         bench.allocated(D0, "r", 16, &[4]);
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
-        let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
-        bench.send(
-            P0,
-            D0,
-            Message::Grant { tag: tag("r"), tokens: 16, blocks, lease, digest: None },
-        );
+        bench.pull(tag("r"), 16);
+        let (tag, blocks, lease) = (tag("r"), Vec::new(), Nanos::from_secs(1));
+        bench.send(P0, D0, Message::Grant { tag, tokens: 16, blocks, lease, digest: None });
         bench.submit((D0, P0), 1, Direction::Read, (&[4], &[7]));
         bench
     }
@@ -459,7 +455,7 @@ mod tests {
             let mut bench = bench();
             bench.allocated(D0, "r", 16, &[4]);
             let newest = AttemptTag { attempt: Attempt(40), ..tag("r") };
-            bench.send(D0, P0, Message::Pull { tag: newest.clone(), tokens: 16, verify: None });
+            bench.pull(newest.clone(), 16);
             let grant = |tag| {
                 let (blocks, lease) = (Vec::new(), Nanos::from_secs(1));
                 Message::Grant { tag, tokens: 16, blocks, lease, digest: None }
@@ -482,10 +478,11 @@ mod tests {
         let mut bench = bench();
         bench.now = Nanos::ZERO;
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };
-        let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
+        let hook =
+            &DecodeHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::DecodeHook { who: D0, hook });
         for _ in 0..2 {
-            bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
+            bench.pull(tag("r"), 16);
         }
         bench
     }
@@ -549,11 +546,12 @@ mod tests {
         bench.fails("the lease of which ended at 27.0");
         let mut bench = self::bench();
         let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("r") };
-        let hook = &DecodeHook::Arrived { request: request("r"), leg, tokens: 16 };
+        let hook =
+            &DecodeHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::DecodeHook { who: D0, hook });
         bench.see(Observation::Faulted { kind: FaultKind::Pause, from, to: None });
         bench.now = Nanos::from_secs(5);
-        bench.send(D0, P0, Message::Pull { tag: tag("r"), tokens: 16, verify: None });
+        bench.pull(tag("r"), 16);
         bench.now = Nanos::from_secs(31);
         bench.loaded(D0, "r");
         bench.holds();

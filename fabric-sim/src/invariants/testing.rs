@@ -14,6 +14,7 @@ use kvferry_engine::core::message::{
     AttemptTag, DecodeAnswer, DecodeHook, DecodeLeg, Message, Mode, PrefillLeg, Registration, Role,
     ServedModels,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
@@ -22,6 +23,9 @@ use kvferry_engine::fabric::{
 pub(super) use kvferry_scenarios::lists::InvariantId;
 use kvferry_scenarios::run::{InstanceSettings, Run, WorkloadRequest};
 use std::sync::Arc;
+
+/// Hash of the prompt of all requests.
+pub(super) const HASH: PromptHash = PromptHash([7, 7]);
 
 pub(super) const P0: SimProcessId = SimProcessId { instance: 0, incarnation: 0 };
 pub(super) const P1: SimProcessId = SimProcessId { instance: 1, incarnation: 0 };
@@ -83,7 +87,6 @@ pub(super) fn decode_leg(name: &str) -> DecodeLeg {
         control: "sim://p0".into(),
         incarnation: None,
         moriio: None,
-        prompt_hash: None,
     }
 }
 
@@ -111,6 +114,7 @@ pub(super) fn asks_for(model: &str) -> WorkloadRequest {
         abort: None,
         stop: false,
         model: Some(model.into()),
+        decode_rendering: None,
     }
 }
 
@@ -200,7 +204,12 @@ impl InvariantBench {
     }
 
     pub(super) fn arrived(&mut self, who: SimProcessId, name: &str, tokens: u32) {
-        let hook = &DecodeHook::Arrived { request: request(name), leg: decode_leg(name), tokens };
+        let hook = &DecodeHook::Arrived {
+            request: request(name),
+            leg: decode_leg(name),
+            tokens,
+            prompt_hash: HASH,
+        };
         self.see(Observation::DecodeHook { who, hook });
     }
 
@@ -227,6 +236,11 @@ impl InvariantBench {
         self.seq += 1;
         let frame = &frame(self.seq, message);
         self.see(Observation::FrameSent { from, to, frame });
+    }
+
+    /// D0 asks P0 for a prompt that it reads.
+    pub(super) fn pull(&mut self, tag: AttemptTag, tokens: u32) {
+        self.send(D0, P0, Message::Pull { tag, tokens, prompt_hash: HASH, verify: None });
     }
 
     pub(super) fn arrive(&mut self, from: SimProcessId, to: SimProcessId, message: Message) {

@@ -99,7 +99,16 @@ fn probe(run: &Run) -> WorkloadRequest {
     let prompt = WorkloadPrompt { tokens: tokens as u32, prefix: [].into(), tail: 0 };
     let (samples, output) = (1, 1);
     let (arrival, prompts) = (Nanos::ZERO, vec![prompt]);
-    WorkloadRequest { arrival, prompts, samples, output, abort: None, stop: false, model: None }
+    WorkloadRequest {
+        arrival,
+        prompts,
+        samples,
+        output,
+        abort: None,
+        stop: false,
+        model: None,
+        decode_rendering: None,
+    }
 }
 
 impl Simulation {

@@ -3,7 +3,7 @@
 use super::Simulation;
 use super::event::SimEnvelope;
 use crate::observation::{Observation, SimProcessId};
-use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId};
+use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId, Role};
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput, ServerLoad};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Endpoint;
@@ -137,10 +137,15 @@ impl Simulation {
         let (LegBody::Prefill { prompt, .. } | LegBody::Decode { prompt, .. }) = &body;
         let asked = self.request(client);
         let content = &asked.prompts[*prompt as usize];
+        let content = PromptContent::new(content, self.run.prefix_tokens);
+        let rendering = asked.decode_rendering.filter(|_| body.role() == Role::Decode);
         EngineInput::Leg {
             leg,
             request: RequestId::from(format!("c{client}.{prompt}")),
-            prompt: PromptContent::new(content, self.run.prefix_tokens),
+            prompt: match rendering {
+                Some(word) => content.rendered(word),
+                None => content,
+            },
             body,
             stop: asked.stop,
         }

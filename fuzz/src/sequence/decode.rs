@@ -64,7 +64,6 @@ impl DecodeEngine {
             incarnation: [None, Some(Incarnation(7)), Some(Incarnation(4))]
                 [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(true, blocks)),
-            prompt_hash: None,
         };
         self.requests.push(FuzzDecodeRequest {
             id: id.clone(),
@@ -74,7 +73,7 @@ impl DecodeEngine {
             told: false,
             finished: false,
         });
-        Some(DecodeHook::Arrived { request: id, leg, tokens })
+        Some(DecodeHook::Arrived { request: id, leg, tokens, prompt_hash: frames::PROMPT_HASH })
     }
 
     /// One of the requests that are not finished and `fit`.

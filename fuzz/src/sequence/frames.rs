@@ -17,10 +17,13 @@ use kvferry_engine::core::layout::{
     BlockList, Geometry, HeadSlots, KvGroup, LayerLayout, RankLayout,
 };
 use kvferry_engine::core::message::{AttemptTag, Hello, Message, Mode, Registration, Role};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::fabric::{Address, RegionDesc};
 use std::num::NonZeroU16;
 use std::sync::Arc;
 
+/// Hash of the prompts of all requests.
+pub(super) const PROMPT_HASH: PromptHash = PromptHash([7, 7]);
 pub(super) const LAYERS: u16 = 2;
 pub(super) const BLOCKS: u32 = 32;
 pub(super) const BLOCK_TOKENS: u32 = 16;
@@ -156,10 +159,11 @@ pub(super) fn message(saying: &NativeMessageSpec, known: &[AttemptTag]) -> Messa
     let blocks = vec![BlockList { first: said(saying.first), ids }];
     let ranks = RankSet(said_long(saying.ranks));
     let lease = Nanos(saying.time);
+    let prompt_hash = if saying.quiet { PROMPT_HASH } else { PromptHash([1, 2]) };
     match saying.kind % 11 {
-        0 => Message::Ask { tag, tokens },
+        0 => Message::Ask { tag, tokens, prompt_hash },
         1 => Message::Announce { tag, tokens, from: count, blocks, verify: None },
-        2 => Message::Pull { tag, tokens, verify: None },
+        2 => Message::Pull { tag, tokens, prompt_hash, verify: None },
         3 => Message::Grant { tag, tokens, blocks, lease, digest: None },
         4 => Message::Delivered { tag, ranks, tokens, digest: None },
         5 => Message::Release { tag, ranks },

@@ -47,7 +47,6 @@ impl PrefillEngine {
             incarnation: [None, Some(frames::OWN.1), Some(Incarnation(4))]
                 [usize::from(which / 32 % 3)],
             moriio: (which >= 128).then(|| moriio_peer(mode == Mode::Push, Vec::new())),
-            prompt_hash: None,
         };
         let request = FuzzPrefillRequest {
             id: id.clone(),
@@ -58,7 +57,7 @@ impl PrefillEngine {
             unsafe_yet: 0,
         };
         self.requests.push(request);
-        Some(PrefillHook::Arrived { request: id, leg, tokens })
+        Some(PrefillHook::Arrived { request: id, leg, tokens, prompt_hash: frames::PROMPT_HASH })
     }
 
     /// One of the requests that are not finished.

@@ -141,7 +141,7 @@ impl TransferLog {
     /// A prefill engine told its core something.
     pub(crate) fn prefill(&mut self, now: Nanos, hook: &PrefillHook) {
         match hook {
-            PrefillHook::Arrived { request, leg, tokens } => {
+            PrefillHook::Arrived { request, leg, tokens, .. } => {
                 self.arrived(now, request, (&leg.key, None), *tokens);
             }
             PrefillHook::Scheduled { chunks, .. } => {
@@ -168,7 +168,7 @@ impl TransferLog {
     /// answer; it is given back.
     pub(crate) fn decode(&mut self, now: Nanos, hook: &DecodeHook) -> Option<&TransferRecord> {
         match hook {
-            DecodeHook::Arrived { request, leg, tokens } => {
+            DecodeHook::Arrived { request, leg, tokens, .. } => {
                 self.arrived(now, request, (&leg.key, Some(&leg.prefill)), *tokens);
                 if let Some(record) = self.open.get_mut(request) {
                     record.dialect = Some(SpokenDialect::Native);
@@ -326,6 +326,7 @@ mod tests {
     use super::*;
     use kvferry_engine::core::ids::{ConnectionId, SourceId, StepId};
     use kvferry_engine::core::message::{Chunk, DecodeLeg, FinishReason, PrefillLeg};
+    use kvferry_engine::core::prompt_hash::PromptHash;
     use kvferry_engine::fabric::Endpoint;
     use proptest::prelude::*;
     use std::sync::Arc;
@@ -351,14 +352,17 @@ mod tests {
 
     fn arrive(records: &mut TransferLog, now: Nanos, n: u8) {
         let (request, key, tokens) = (id(n), key(n), 40);
+        let prompt_hash = PromptHash::default();
         let mode = records.mode;
         if records.role == Role::Prefill {
             let leg = PrefillLeg::new(key, mode);
-            return records.prefill(now, &PrefillHook::Arrived { request, leg, tokens });
+            return records
+                .prefill(now, &PrefillHook::Arrived { request, leg, tokens, prompt_hash });
         }
         let (prefill, control) = ("p".into(), Endpoint::tcp("h", 1));
         let leg = DecodeLeg::new(key, mode, prefill, control);
-        assert_eq!(records.decode(now, &DecodeHook::Arrived { request, leg, tokens }), None);
+        let hook = DecodeHook::Arrived { request, leg, tokens, prompt_hash };
+        assert_eq!(records.decode(now, &hook), None);
     }
 
     fn allocate(records: &mut TransferLog, now: Nanos, n: u8, computed: u32) {

@@ -18,6 +18,7 @@ use futures_util::stream::{StreamExt, iter, unfold};
 use kvferry_engine::actors::MailboxSender;
 use kvferry_engine::core::ids::{EngineId, LegId, RequestId};
 use kvferry_engine::core::message::PrefillLeg;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::{LegBody, LegFailure};
 use prometheus_client::registry::Registry;
 use serde_json::{Value, json};
@@ -160,13 +161,14 @@ async fn begin(
             AnsweredLeg { key: transfer.key.clone(), names_decode: false }
         }
     };
-    let prompt = kv_content::prompt(&tokens);
+    let (prompt, prompt_hash) = (kv_content::prompt(&tokens), PromptHash::of_tokens(&tokens));
     let output = if matches!(leg, LegBody::Prefill { .. }) { 1 } else { output };
     let peer = peer(&leg);
     let place = shared.instance.reserve().ok_or(LegFailure::Busy { retry_after: None })?;
     let (body, leg) = (leg, LegId(number + 1));
     let parent = if shared.is_traced { parent_of(headers) } else { None };
-    let start = StartLeg { leg, request: id.clone(), prompt, body, parent, replies: sender };
+    let (request, replies) = (id.clone(), sender);
+    let start = StartLeg { leg, request, prompt, prompt_hash, body, parent, replies };
     shared.instance.post(start, place);
     let serving = InFlightRequest {
         guard: LegGuard { instance: shared.instance.address().clone(), leg: Some(leg) },

@@ -18,6 +18,7 @@ use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, RouterEvent, TransferJob,
     TransferReport,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use kvferry_scenarios::engine::{EngineEffect, EngineInput, PromptContent, SimEngine, StepPlan};
@@ -53,6 +54,8 @@ pub(super) struct StartLeg {
     pub(super) leg: LegId,
     pub(super) request: RequestId,
     pub(super) prompt: PromptContent,
+    /// Hash of the prompt's token ids.
+    pub(super) prompt_hash: PromptHash,
     pub(super) body: LegBody,
     /// The span that its transfer is part of.
     pub(super) parent: Option<SpanContext>,
@@ -81,6 +84,7 @@ pub(super) struct DrainInstance;
 
 struct ServedLeg {
     content: PromptContent,
+    prompt_hash: PromptHash,
     replies: Sender<LegReply>,
     request: Option<RequestId>,
     blocks: Vec<BlockList>,
@@ -157,10 +161,12 @@ impl InstanceServer {
         for effect in self.out.take() {
             match effect {
                 EngineEffect::Prefill(hook) => self.on_prefill(hook, starting, out),
-                EngineEffect::Decode(hook) => {
+                EngineEffect::Decode(mut hook) => {
                     self.trace(|transfers, now| _ = transfers.decode(now, &hook));
-                    if let (Some(leg), DecodeHook::Arrived { request, .. }) = (starting, &hook) {
-                        self.named(leg, request);
+                    if let (Some(leg), DecodeHook::Arrived { request, prompt_hash, .. }) =
+                        (starting, &mut hook)
+                    {
+                        self.named(leg, request, prompt_hash);
                     }
                     out.push_back(InstanceInput::Decode(hook));
                 }
@@ -181,22 +187,27 @@ impl InstanceServer {
         self.parts.metrics.held.set(held);
     }
 
-    fn named(&mut self, leg: LegId, request: &RequestId) {
+    /// The stand-in engine has named the request of a leg. It knows no token ids, so that the hash
+    /// of the leg's takes the place of its own.
+    fn named(&mut self, leg: LegId, request: &RequestId, prompt_hash: &mut PromptHash) {
         self.requests.insert(request.clone(), leg);
         if let Some(leg) = self.legs.get_mut(&leg) {
             leg.request = Some(request.clone());
+            *prompt_hash = leg.prompt_hash;
         }
     }
 
     fn on_prefill(
         &mut self,
-        hook: PrefillHook,
+        mut hook: PrefillHook,
         starting: Option<LegId>,
         out: &mut InputQueue<Instance>,
     ) {
         self.trace(|transfers, now| transfers.prefill(now, &hook));
-        match (&hook, starting) {
-            (PrefillHook::Arrived { request, .. }, Some(leg)) => self.named(leg, request),
+        match (&mut hook, starting) {
+            (PrefillHook::Arrived { request, prompt_hash, .. }, Some(leg)) => {
+                self.named(leg, request, prompt_hash);
+            }
             (PrefillHook::Scheduled { chunks, .. }, _) => {
                 for chunk in chunks {
                     let leg = self.requests.get(&chunk.request);
@@ -364,12 +375,20 @@ impl Handler<StartLeg> for InstanceActor {
     type Result = ();
 
     fn handle(&mut self, start: StartLeg, context: &mut Context<Self>) {
-        let StartLeg { leg, request, prompt, body, parent, replies: news } = start;
+        let StartLeg { leg, request, prompt, prompt_hash, body, parent, replies: news } = start;
         let (content, blocks) = (prompt.clone(), Vec::new());
         let peer = peer(&body);
         let (expected, digest) = (None, None);
-        let entry =
-            ServedLeg { content, replies: news, request: None, blocks, expected, digest, peer };
+        let entry = ServedLeg {
+            content,
+            prompt_hash,
+            replies: news,
+            request: None,
+            blocks,
+            expected,
+            digest,
+            peer,
+        };
         self.with_adapter(context, |site, out| {
             let server = &mut site.outlet;
             server.legs.insert(leg, entry);

@@ -5,7 +5,7 @@ mod late;
 use super::config::OperatorConfig;
 use super::last_error::LastErrorPipe;
 use super::metrics::{Scrape, SidecarMetrics};
-use super::proto::{ClientIdentity, ConnectorHello, FromHost, ToHost, VersionRange};
+use super::proto::{self, ClientIdentity, ConnectorHello, FromHost, ToHost, VersionRange};
 use super::record::{TransferRecord, TransferTrace};
 use super::socket::ServesClients;
 use super::spec::{ServingEngine, ServingWorker};
@@ -26,9 +26,9 @@ use kvferry_engine::core::ids::{EngineId, RequestId, Role};
 use kvferry_engine::core::instance::{Instance, InstanceInput};
 use kvferry_engine::core::machine::{Gauges, Machine};
 use kvferry_engine::core::message::{
-    DecodeAnswer, DecodeHook, DecodeLeg, PrefillAnswer, PrefillHook, PrefillLeg, RouterEvent,
-    TransferJob, TransferReport,
+    DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, RouterEvent, TransferJob, TransferReport,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::LegBody;
 use prometheus_client::registry::Registry;
 use serde_json::value::RawValue;
@@ -355,22 +355,23 @@ impl Gateway {
 
     fn arrived(
         &mut self,
-        (request, params, (tokens, prompt_hash)): (RequestId, &str, (u32, Option<u64>)),
+        (request, params): (RequestId, &str),
+        (tokens, prompt_hash): (u32, Option<PromptHash>),
         is_refused: bool,
         out: &mut InputQueue<Instance>,
     ) {
         let Some(ActiveEngine { own, records, .. }) = &mut self.serving else { return };
         records.set_parent(|| parent_in(params));
-        let json: Result<Box<RawValue>, _> = serde_json::from_str(params);
-        let leg = json.map_err(|why| why.to_string());
-        match leg.and_then(|json| own.leg(&request, Some(&json), 1)) {
-            Ok(LegBody::Prefill { transfer, .. }) => {
-                let leg = PrefillLeg { prompt_hash, ..transfer };
-                self.on_prefill(PrefillHook::Arrived { request, leg, tokens }, is_refused, out);
+        let json = serde_json::from_str::<Box<RawValue>>(params).map_err(|why| why.to_string());
+        let leg = json.and_then(|json| own.leg(&request, Some(&json), 1));
+        match leg.and_then(|leg| Ok((leg, prompt_hash.ok_or(proto::NO_PROMPT_HASH)?))) {
+            Ok((LegBody::Prefill { transfer: leg, .. }, prompt_hash)) => {
+                let hook = PrefillHook::Arrived { request, leg, tokens, prompt_hash };
+                self.on_prefill(hook, is_refused, out);
             }
-            Ok(LegBody::Decode { transfer, .. }) => {
-                let leg = DecodeLeg { prompt_hash, ..transfer };
-                self.on_decode(DecodeHook::Arrived { request, leg, tokens }, is_refused, out);
+            Ok((LegBody::Decode { transfer: leg, .. }, prompt_hash)) => {
+                let hook = DecodeHook::Arrived { request, leg, tokens, prompt_hash };
+                self.on_decode(hook, is_refused, out);
             }
             Err(why) => {
                 self.note(|records, now| Some(records.unusable(now, &request, tokens, &why)));
@@ -388,8 +389,7 @@ impl Gateway {
         }
         match (message, part) {
             (ToHost::Arrived { request, params, tokens, prompt_hash }, _) => {
-                let prompt = (tokens, prompt_hash);
-                self.arrived((request, &params, prompt), is_refused, out);
+                self.arrived((request, &params), (tokens, prompt_hash), is_refused, out);
             }
             (ToHost::Prefill(hook), _) => self.on_prefill(hook, false, out),
             (ToHost::Decode(hook), _) => self.on_decode(hook, false, out),

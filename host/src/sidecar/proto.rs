@@ -19,6 +19,7 @@ use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
 use kvferry_engine::core::payload::{PayloadAnswer, PayloadClient, PayloadHook, PayloadKey};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::fabric::{Endpoint, FabricError};
 use serde::{Deserialize, Serialize};
 use std::os::fd::RawFd;
@@ -32,6 +33,10 @@ pub const OLDEST: u16 = 5;
 
 /// The first version that knows how KV is verified.
 pub const VERIFIES: u16 = 10;
+
+/// Reason why the request of a connector that sends no hash of its prompt goes without a transfer.
+pub(super) const NO_PROMPT_HASH: &str = "the connector sent no hash of the prompt, without which no KV is \
+     handed over: it is of an earlier version; install one version of kvferry for both";
 
 /// Longest frame in bytes.
 pub const FRAME_MAX: usize = 64 << 20;
@@ -144,9 +149,10 @@ pub enum ToHost {
         params: Arc<str>,
         /// Tokens of its prompt.
         tokens: u32,
-        /// A hash of their ids, if KV is verified.
+        /// Hash of its prompt. Connectors of earlier versions send none, and their requests go
+        /// without a transfer.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        prompt_hash: Option<u64>,
+        prompt_hash: Option<PromptHash>,
     },
     /// Scheduler of a prefill: anything else of a request that arrived.
     Prefill(PrefillHook),

@@ -13,6 +13,7 @@ use kvferry_engine::core::message::{
     Chunk, DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, Mode, PrefillAnswer, PrefillHook,
     PrefillLeg, Role,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::fabric::{Endpoint, Memory};
 use kvferry_fabric_host::{HugePages, MemfdPool};
 
@@ -160,7 +161,7 @@ pub(crate) fn arrived(request: &str, wanted: &str, leg: &impl serde::Serialize) 
         request: request.into(),
         params: params.to_string().into(),
         tokens: 40,
-        prompt_hash: None,
+        prompt_hash: Some(PromptHash::default()),
     }
 }
 

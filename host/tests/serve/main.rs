@@ -2,6 +2,7 @@
 
 mod carried;
 mod process;
+mod prompts;
 
 use carried::{PATH, leg};
 use process::ServeProcess;

@@ -109,6 +109,7 @@ closed_list! {
         BothAbort "G2" "client.both_abort" "both engines abort a request and their messages cross"
         Burst "G4" "client.burst" "requests arrive a factor faster for a while"
         DegeneratePrompts "G5" "client.degenerate_prompts" "prompts of 0, 1, block - 1, block, block + 1 and the most tokens"
+        PromptsDiffer "G6" "client.prompts_differ" "decode engines render a prompt to other tokens than prefill engines, and to as many"
     }
 }
 

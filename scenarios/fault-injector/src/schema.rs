@@ -154,7 +154,7 @@ impl FaultKind {
             Abort => schema(Request, TARGET_DELAY).late_us(0, 20_000),
             BothAbort => schema(Request, &["delay"]).late_us(0, 20_000),
             Burst => schema(Run, &["lasts", "factor"]).lasting_ms(100, 100).by(10),
-            DegeneratePrompts => schema(Request, &[]),
+            DegeneratePrompts | PromptsDiffer => schema(Request, &[]),
         }
     }
 
@@ -170,6 +170,7 @@ impl FaultKind {
                 | IdsDiffer
                 | Burst
                 | DegeneratePrompts
+                | PromptsDiffer
         )
     }
 }

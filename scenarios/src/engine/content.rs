@@ -2,6 +2,7 @@
 
 use crate::decide::mix;
 use crate::run::WorkloadPrompt;
+use kvferry_engine::core::prompt_hash::PromptHash;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -25,9 +26,18 @@ impl PromptContent {
         PromptContent { tokens: *tokens, prefix: prefix.clone(), prefix_tokens, tail: *tail }
     }
 
-    /// Stands for a hash of the tokens.
-    pub fn hash(&self) -> u64 {
-        mix(self.stamp(self.tokens.saturating_sub(1)), u64::from(self.tokens))
+    /// The same prompt as an engine renders it that gets other tokens from some place on.
+    pub fn rendered(self, word: u64) -> PromptContent {
+        let from = (word % self.prefix.len().max(1) as u64) as usize;
+        let own = (from..self.prefix.len()).map(|run| mix(word, run as u64));
+        let prefix = self.prefix[..from].iter().copied().chain(own).collect();
+        PromptContent { prefix, tail: mix(word, self.tail), ..self }
+    }
+
+    /// Stands for the hash of the tokens.
+    pub fn hash(&self) -> PromptHash {
+        let last = self.stamp(self.tokens.saturating_sub(1));
+        PromptHash([last, mix(last, u64::from(self.tokens))])
     }
 
     /// Stands for the KV at a position, 0 to any length (generated tokens continue the tail):

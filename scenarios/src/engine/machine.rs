@@ -11,7 +11,7 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{LegId, RequestId, StepId};
 use kvferry_engine::core::machine::{Gauges, Machine, Outbox};
 use kvferry_engine::core::message::{
-    DecodeAnswer, DecodeHook, DecodeLeg, FinishReason, PrefillAnswer, PrefillHook, PrefillLeg, Role,
+    DecodeAnswer, DecodeHook, FinishReason, PrefillAnswer, PrefillHook, Role,
 };
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
 use kvferry_engine::core::time::Nanos;
@@ -105,7 +105,7 @@ impl SimEngine {
         }
         self.arrivals += 1;
         let id = self.name(request, prompt);
-        let (tokens, prompt_hash) = (content.tokens, Some(content.hash()));
+        let (tokens, prompt_hash) = (content.tokens, content.hash());
         let order = i64::from(self.arrivals);
         let external = self.config.role == Role::Decode;
         let asks = external && self.groups.hits(&content, tokens) < tokens;
@@ -135,13 +135,13 @@ impl SimEngine {
             self.waiting.insert(order, slot);
         }
         out.push(match body {
-            LegBody::Prefill { transfer, .. } => {
-                let leg = PrefillLeg { prompt_hash, ..transfer };
-                EngineEffect::Prefill(PrefillHook::Arrived { request: id, leg, tokens })
+            LegBody::Prefill { transfer: leg, .. } => {
+                let hook = PrefillHook::Arrived { request: id, leg, tokens, prompt_hash };
+                EngineEffect::Prefill(hook)
             }
-            LegBody::Decode { transfer, .. } => {
-                let leg = DecodeLeg { prompt_hash, ..transfer };
-                EngineEffect::Decode(DecodeHook::Arrived { request: id, leg, tokens })
+            LegBody::Decode { transfer: leg, .. } => {
+                let hook = DecodeHook::Arrived { request: id, leg, tokens, prompt_hash };
+                EngineEffect::Decode(hook)
             }
         });
     }

@@ -21,6 +21,7 @@ pub(super) fn apply(fault: &FaultSpec, seed: u64, run: &mut Run) {
         FaultKind::IdsDiffer => run.router.ids_differ = true,
         FaultKind::Burst => burst(fault, seed, &mut run.requests),
         FaultKind::DegeneratePrompts => degenerate(fault, seed, run),
+        FaultKind::PromptsDiffer => prompts_differ(fault, seed, run),
         other => unreachable!("{other} is not worked in"),
     }
     run.shaped.push(fault.kind);
@@ -115,6 +116,16 @@ fn degenerate(fault: &FaultSpec, seed: u64, run: &mut Run) {
             let key = fault.part(seed, "length").actor(n as u64).nth(index as u64);
             let tokens = lengths[below(key.get(), lengths.len() as u64) as usize];
             resize(prompt, tokens.min(most.unwrap_or(1)), run.prefix_tokens);
+        }
+    }
+}
+
+/// Has decode engines render the prompts of a request to other tokens.
+fn prompts_differ(fault: &FaultSpec, seed: u64, run: &mut Run) {
+    for (n, request) in run.requests.iter_mut().enumerate() {
+        if fault.is_hit(seed, n) {
+            let key = fault.part(seed, "rendering").nth(n as u64);
+            request.decode_rendering = Some(key.get());
         }
     }
 }

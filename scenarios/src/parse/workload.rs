@@ -191,6 +191,7 @@ impl WorkloadSpec {
                 abort: None,
                 stop: false,
                 model: None,
+                decode_rendering: None,
             });
             at = at + self.arrival.draw(&key.part("arrival"));
         }
@@ -220,6 +221,7 @@ impl SingleRequestSpec {
             abort: None,
             stop: false,
             model: None,
+            decode_rendering: None,
         }
     }
 }

@@ -70,6 +70,7 @@ impl TraceRecord {
             abort: None,
             stop: false,
             model: None,
+            decode_rendering: None,
         }
     }
 }

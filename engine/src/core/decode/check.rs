@@ -4,8 +4,8 @@ use super::request::DecodePhase;
 use super::{Decode, DecodeTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
-use crate::core::message::{DecodeLeg, FlowState, TransferJob};
-use crate::core::verify::{DigestPlan, KvDigest, VerifyRequest, block_tokens};
+use crate::core::message::{FlowState, TransferJob};
+use crate::core::verify::{DigestPlan, KvDigest, block_tokens};
 
 /// What became of the KV that was verified.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -31,21 +31,6 @@ pub(super) struct KvCheck {
 }
 
 impl Decode {
-    /// What is asked of the prefill of a leg.
-    ///
-    /// # Errors
-    /// KV has to be verified, and the engine did not say what is needed for it.
-    pub(super) fn verification(&self, leg: &DecodeLeg) -> Result<Option<VerifyRequest>, Failure> {
-        let level = self.config.verify;
-        match leg.prompt_hash {
-            _ if level.is_off() => Ok(None),
-            Some(prompt) => Ok(Some(VerifyRequest { level, prompt })),
-            None => Err(Failure::mismatch(
-                "KV is to be verified, and the engine did not say a hash of the prompt's tokens",
-            )),
-        }
-    }
-
     /// Everything is in the blocks, as far as is known: the engine is told, after a look at the
     /// bytes if they are to be verified.
     pub(super) fn arrived_whole(
@@ -54,10 +39,10 @@ impl Decode {
         sent: Option<Box<KvDigest>>,
         turn: &mut DecodeTurn<'_>,
     ) {
-        let verify = self.requests.get(id).and_then(|request| request.verify);
-        let Some(VerifyRequest { level, prompt }) = verify else {
+        let level = self.config.verify;
+        if level.is_off() {
             return self.answer(id, Ok(()), turn);
-        };
+        }
         let flow = FlowId(self.fresh());
         let Some(request) = self.requests.get_mut(id) else { return };
         let Some(sent) = sent else {
@@ -67,7 +52,8 @@ impl Decode {
         let Some(info) = self.peer_manager.info(request.connection) else {
             return self.answer(id, Err(Failure::PeerSilent), turn);
         };
-        let plan = DigestPlan::new(level, (&request.tag.key, info.incarnation), prompt);
+        let plan =
+            DigestPlan::new(level, (&request.tag.key, info.incarnation), request.prompt_hash);
         let block = block_tokens(&info.geometry, &self.config.geometry);
         turn.push(TransferJob::Digest {
             flow,

@@ -11,6 +11,7 @@
 //! use kvferry_engine::core::ids::{Incarnation, Mode, Role, TransferKey};
 //! use kvferry_engine::core::layout::{Geometry, KvGroup};
 //! use kvferry_engine::core::message::{DecodeAnswer, DecodeHook, DecodeLeg};
+//! use kvferry_engine::core::prompt_hash::PromptHash;
 //! use kvferry_engine::core::{Machine, Nanos, Outbox};
 //!
 //! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
@@ -20,8 +21,9 @@
 //! let key = TransferKey { id: "t".into(), prompt: 0 };
 //! let leg = DecodeLeg::new(key, Mode::Push, "prefill-0".into(), "tcp://10.0.0.1:6301".into());
 //! for request in ["a", "b"] {
+//!     let (leg, prompt_hash) = (leg.clone(), PromptHash::of_tokens(&[7; 100]));
 //!     let arrived =
-//!         DecodeHook::Arrived { request: request.into(), leg: leg.clone(), tokens: 100 };
+//!         DecodeHook::Arrived { request: request.into(), leg, tokens: 100, prompt_hash };
 //!     decode.handle(Nanos::ZERO, DecodeInput::Hook(arrived), &mut out);
 //! }
 //! // One sample has one place: the second request for it is not taken.
@@ -200,8 +202,8 @@ impl EngineCore for Decode {
 
     fn on_hook(&mut self, hook: DecodeHook, turn: &mut DecodeTurn<'_>) {
         match hook {
-            DecodeHook::Arrived { request, leg, tokens } => {
-                self.arrived(request, leg, tokens, turn);
+            DecodeHook::Arrived { request, leg, tokens, prompt_hash } => {
+                self.arrived(request, leg, (tokens, prompt_hash), turn);
             }
             DecodeHook::Allocated { request, computed, blocks } => {
                 self.allocated(request, computed, blocks, turn);

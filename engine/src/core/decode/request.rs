@@ -9,8 +9,9 @@ use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, Ran
 use crate::core::layout::{BlockList, GroupKind, senders};
 use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode, MoriioLeg};
 use crate::core::peer_manager::GroupBlocks;
+use crate::core::prompt_hash::PromptHash;
 use crate::core::time::Nanos;
-use crate::core::verify::{KvDigest, VerifyRequest};
+use crate::core::verify::{KvDigest, Verify};
 use crate::fabric::{Endpoint, Refused};
 use std::sync::Arc;
 
@@ -67,6 +68,7 @@ pub(super) struct DecodeRequest {
     pub(super) connection: ConnectionId,
     pub(super) tag: AttemptTag,
     pub(super) tokens: u32,
+    pub(super) prompt_hash: PromptHash,
     pub(super) computed: u32,
     /// Destination blocks, without those that hold KV already.
     pub(super) blocks: GroupBlocks,
@@ -79,8 +81,6 @@ pub(super) struct DecodeRequest {
     pub(super) moriio: Option<Arc<MoriioLeg>>,
     /// Pull: what was asked and granted.
     pub(super) lease: Option<Lease>,
-    /// What the prefill is to prove.
-    pub(super) verify: Option<VerifyRequest>,
     pub(super) owner: BlockOwner,
 }
 
@@ -91,9 +91,9 @@ impl DecodeRequest {
     }
 
     /// Push: where the prefill is to write.
-    fn announcement(&self) -> Message {
+    fn announcement(&self, verify: Option<Verify>) -> Message {
         let (tag, tokens, from) = (self.tag.clone(), self.tokens, self.computed);
-        let (blocks, verify) = (self.blocks.to_vec(), self.verify);
+        let blocks = self.blocks.to_vec();
         Message::Announce { tag, tokens, from, blocks, verify }
     }
 }
@@ -103,17 +103,15 @@ impl Decode {
         &mut self,
         id: RequestId,
         leg: DecodeLeg,
-        tokens: u32,
+        (tokens, prompt_hash): (u32, PromptHash),
         turn: &mut DecodeTurn<'_>,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
             turn.push(DecodeAnswer::Rejected { request: id, failure });
             return;
         }
-        let verify = self.verification(&leg);
-        let connected = verify.and_then(|verify| Ok((self.connect(&id, &leg, turn)?, verify)));
-        let (connection, verify) = match connected {
-            Ok(connected) => connected,
+        let connection = match self.connect(&id, &leg, turn) {
+            Ok(connection) => connection,
             Err(failure) => {
                 turn.push(DecodeAnswer::Rejected { request: id, failure });
                 return;
@@ -137,6 +135,7 @@ impl Decode {
                 connection,
                 tag,
                 tokens,
+                prompt_hash,
                 computed: 0,
                 blocks: GroupBlocks::default(),
                 phase: DecodePhase::Arrived { due: false },
@@ -144,7 +143,6 @@ impl Decode {
                 prefill: (leg.prefill, leg.control),
                 moriio: leg.moriio,
                 lease,
-                verify,
                 owner,
             },
         );
@@ -175,10 +173,11 @@ impl Decode {
     /// Asks the prefill for the prompt of a request.
     fn ask(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get(id) else { return };
-        let (connection, tag, tokens) = (request.connection, request.tag.clone(), request.tokens);
+        let DecodeRequest { connection, tokens, prompt_hash, .. } = *request;
+        let (tag, verify) = (request.tag.clone(), self.config.verify.asked());
         let message = match request.lease {
-            None => Message::Ask { tag, tokens },
-            Some(_) => Message::Pull { tag, tokens, verify: request.verify },
+            None => Message::Ask { tag, tokens, prompt_hash },
+            Some(_) => Message::Pull { tag, tokens, prompt_hash, verify },
         };
         // A connection that is down says so itself, and why.
         let full = !self.flush_pending(connection, turn)
@@ -196,7 +195,7 @@ impl Decode {
         self.ask(id, turn);
         let Some(request) = self.requests.get(id) else { return };
         if let DecodePhase::Announced { .. } = request.phase {
-            let message = request.announcement();
+            let message = request.announcement(self.config.verify.asked());
             // Messages to such a peer always find room.
             let _ = self.peer_manager.send(request.connection, message, turn);
         }
@@ -298,7 +297,8 @@ impl Decode {
             return self.start_reading(&id, turn);
         }
         request.phase = DecodePhase::Announced { ranks: RankSet::EMPTY };
-        let (connection, message) = (request.connection, request.announcement());
+        let (connection, message) =
+            (request.connection, request.announcement(self.config.verify.asked()));
         if let Err(failure) = self.peer_manager.send(connection, message, turn) {
             // The prefill waits for the blocks, and would for long.
             self.release_source(&id, turn);

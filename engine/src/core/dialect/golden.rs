@@ -4,6 +4,7 @@ use super::native::{self, Frame};
 use crate::core::error::{Failure, PeerViolation};
 use crate::core::layout::Mismatch;
 use crate::core::message::Message;
+use crate::core::prompt_hash::PromptHash;
 use crate::fabric::{FabricError, Refused};
 
 /// One of each; a variant that is not listed does not compile.
@@ -57,6 +58,10 @@ all! {
     Failure::EngineGone = Failure::EngineGone,
     Failure::OtherLife = Failure::OtherLife,
     Failure::Corrupt(_) = Failure::Corrupt("why".into()),
+    Failure::PromptMismatch { .. } = Failure::PromptMismatch {
+        decode: PromptHash([1 << 60, 7]),
+        prefill: PromptHash([300, u64::MAX]),
+    },
     Failure::Unknown(_) = Failure::Unknown("Later".into()),
 }
 

@@ -8,6 +8,7 @@ use crate::core::ids::{Attempt, BlockId, ConnectionId, RankSet, TransferId, Tran
 use crate::core::layout::BlockList;
 use crate::core::message::{AttemptTag, Message, Mode, MoriioLeg};
 use crate::core::peers::{PeerEvent, PeerTurn};
+use crate::core::prompt_hash::PromptHash;
 use crate::core::time::Nanos;
 use crate::fabric::LinkId;
 use std::collections::BTreeSet;
@@ -58,12 +59,12 @@ impl EarlyNotices {
 pub(in crate::core) const EARLY_RELEASES_MAX: usize = crate::core::ids::TP_MAX as usize;
 
 impl MoriioPeers {
-    /// A leg with a decode that may speak MoRIIO arrived: a receiver asks for the prompt in its name.
-    /// A native one comes by itself.
+    /// A leg with a decode that may speak MoRIIO arrived: a receiver asks for the prompt in its name,
+    /// with this engine's hash of it, for MoRIIO has none. A native one comes by itself.
     pub fn expect(
         &mut self,
-        key: &TransferKey,
-        (mode, tokens): (Mode, u32),
+        (key, mode): (&TransferKey, Mode),
+        (tokens, prompt_hash): (u32, PromptHash),
         peer: &Arc<MoriioLeg>,
         turn: &mut PeerTurn<'_>,
     ) {
@@ -87,7 +88,7 @@ impl MoriioPeers {
         };
         self.feeds.insert(key.id.clone(), feed);
         if mode == Mode::Pull {
-            let message = Message::Pull { tag, tokens, verify: None };
+            let message = Message::Pull { tag, tokens, prompt_hash, verify: None };
             turn.events.push(PeerEvent::Message { connection, message });
         }
         let Some(early) = self.early.remove(&key.id) else { return };

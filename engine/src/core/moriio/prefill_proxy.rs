@@ -67,7 +67,7 @@ impl MoriioPeers {
         let Some(transfer) = message.tag().map(|tag| tag.key.id.clone()) else { return };
         let Some(fetch) = self.fetches.get_mut(&transfer) else { return };
         match message {
-            Message::Ask { tag, tokens } => {
+            Message::Ask { tag, tokens, .. } => {
                 fetch.asked = Some((tag.clone(), tokens));
                 self.tell(connection, Message::Begun { tag }, turn);
             }

@@ -129,7 +129,8 @@ impl PayloadCore {
         let incarnation = Some(origin.incarnation);
         let leg = DecodeLeg { incarnation, ..DecodeLeg::new(key, Mode::Pull, host, control) };
         let (request, tokens) = (request_of(id), tokens(bytes));
-        turn.push(DecodeHook::Arrived { request, leg, tokens });
+        let prompt_hash = place.prompt_hash();
+        turn.push(DecodeHook::Arrived { request, leg, tokens, prompt_hash });
         self.fetching.insert(place.clone(), id);
         let (state, is_cancelled) = (FetchState::Asked, false);
         self.fetches.insert(id, PayloadFetch { place, origin, number, bytes, state, is_cancelled });

@@ -5,6 +5,7 @@
 use super::io::{PayloadFailure, PayloadKey, PayloadStream};
 use crate::core::error::Failure;
 use crate::core::ids::{EngineId, Incarnation};
+use crate::core::prompt_hash::{PromptHash, PromptHasher};
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -24,6 +25,21 @@ impl ScopedKey {
     pub fn text_len(&self) -> usize {
         let PayloadStream { from, to, request } = &self.key.stream;
         self.deployment.len() + from.len() + to.len() + request.len()
+    }
+
+    /// What stands for the prompt's hash where a payload is handed over.
+    pub(super) fn prompt_hash(&self) -> PromptHash {
+        let PayloadKey { stream: PayloadStream { from, to, request }, chunk } = &self.key;
+        let mut hasher = PromptHasher::default();
+        for (name, part) in
+            [("deployment", &self.deployment), ("from", from), ("to", to), ("request", request)]
+        {
+            hasher.part(name, part.as_bytes());
+        }
+        if let Some(chunk) = chunk {
+            hasher.part("chunk", &chunk.to_le_bytes());
+        }
+        hasher.finish()
     }
 }
 

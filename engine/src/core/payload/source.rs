@@ -434,7 +434,8 @@ impl PayloadCore {
         let (request, to) = (request_of(number), tokens(bytes));
         let key = transfer_key(&self.host.0, self.host.1, number);
         let leg = PrefillLeg::new(key, Mode::Pull);
-        turn.push(PrefillHook::Arrived { request: request.clone(), leg, tokens: to });
+        let (arrived, prompt_hash) = (request.clone(), loan.place.prompt_hash());
+        turn.push(PrefillHook::Arrived { request: arrived, leg, tokens: to, prompt_hash });
         let blocks = blocks((offset, bytes));
         let chunks = vec![Chunk { request: request.clone(), from: 0, to, blocks }];
         turn.push(PrefillHook::Scheduled { step, chunks });

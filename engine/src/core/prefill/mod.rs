@@ -11,6 +11,7 @@
 //! use kvferry_engine::core::layout::{Geometry, KvGroup};
 //! use kvferry_engine::core::message::*;
 //! use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
+//! use kvferry_engine::core::prompt_hash::PromptHash;
 //! use kvferry_engine::core::{Machine, Nanos, Outbox};
 //!
 //! let geometry = Geometry::new("llama", 8, vec![KvGroup::full(16, 0..32)]);
@@ -18,7 +19,8 @@
 //! let config = CoreConfig::new(Role::Prefill, "prefill-0", Incarnation(1), geometry, control);
 //! let (mut prefill, mut out) = (Prefill::new(config), Outbox::new());
 //! let leg = PrefillLeg::new(TransferKey { id: "t".into(), prompt: 0 }, Mode::Push);
-//! let arrived = PrefillHook::Arrived { request: "a".into(), leg, tokens: 100 };
+//! let prompt_hash = PromptHash::of_tokens(&[7; 100]);
+//! let arrived = PrefillHook::Arrived { request: "a".into(), leg, tokens: 100, prompt_hash };
 //! let aborted = PrefillHook::Finished { request: "a".into(), reason: FinishReason::Aborted };
 //! for hook in [arrived, aborted] {
 //!     prefill.handle(Nanos::ZERO, PrefillInput::Hook(hook), &mut out);
@@ -50,7 +52,7 @@ use super::recent_set::RecentSet;
 use super::time::Nanos;
 use super::timers::Timers;
 use super::verify::{DigestPlan, KvDigest};
-use receiver::{Receiver, ReceiverRequest};
+use receiver::{Receiver, ReceiverRequest, WantedPrompt};
 use request::PrefillRequest;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -159,15 +161,19 @@ impl Prefill {
         turn: &mut PrefillTurn<'_>,
     ) {
         match message {
-            Message::Ask { tag, tokens } => {
-                self.wanted(connection, tag, (tokens, None), ReceiverRequest::Ask, turn);
+            Message::Ask { tag, tokens, prompt_hash } => {
+                let hash = Some(prompt_hash);
+                let prompt = WantedPrompt { tokens, hash, verify: None };
+                self.wanted(connection, tag, prompt, ReceiverRequest::Ask, turn);
             }
             Message::Announce { tag, tokens, from, blocks, verify } => {
                 let want = ReceiverRequest::Push { from, blocks: blocks.into() };
-                self.wanted(connection, tag, (tokens, verify), want, turn);
+                let prompt = WantedPrompt { tokens, hash: None, verify };
+                self.wanted(connection, tag, prompt, want, turn);
             }
-            Message::Pull { tag, tokens, verify } => {
-                self.wanted(connection, tag, (tokens, verify), ReceiverRequest::Pull, turn);
+            Message::Pull { tag, tokens, prompt_hash, verify } => {
+                let prompt = WantedPrompt { tokens, hash: Some(prompt_hash), verify };
+                self.wanted(connection, tag, prompt, ReceiverRequest::Pull, turn);
             }
             Message::Renew { tag, count } => self.renew(connection, tag, count, turn),
             Message::Release { tag, ranks } => self.released(connection, &tag, ranks, turn),
@@ -219,8 +225,8 @@ impl EngineCore for Prefill {
 
     fn on_hook(&mut self, hook: PrefillHook, turn: &mut PrefillTurn<'_>) {
         match hook {
-            PrefillHook::Arrived { request, leg, tokens } => {
-                self.arrived(request, leg, tokens, turn);
+            PrefillHook::Arrived { request, leg, tokens, prompt_hash } => {
+                self.arrived(request, leg, (tokens, prompt_hash), turn);
             }
             PrefillHook::Scheduled { step, chunks } => {
                 for chunk in chunks {

@@ -4,7 +4,8 @@ use crate::core::error::Failure;
 use crate::core::ids::{ConnectionId, EngineId, FlowId, Incarnation, RankSet};
 use crate::core::message::AttemptTag;
 use crate::core::peer_manager::GroupBlocks;
-use crate::core::verify::VerifyRequest;
+use crate::core::prompt_hash::PromptHash;
+use crate::core::verify::Verify;
 
 /// What a receiver asked for.
 #[derive(Clone, Debug)]
@@ -34,16 +35,25 @@ pub(super) enum ReceiverState {
     },
 }
 
+/// The prompt that a receiver asked for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WantedPrompt {
+    pub(super) tokens: u32,
+    /// Hash of the prompt. None in an announcement, which follows a native `Ask` that has it; a
+    /// peer that speaks MoRIIO announces without one.
+    pub(super) hash: Option<PromptHash>,
+    /// How much of its KV is to be digested.
+    pub(super) verify: Option<Verify>,
+}
+
 #[derive(Debug)]
 pub(super) struct Receiver {
     pub(super) connection: ConnectionId,
     /// Who that is; it may speak for the receiver in a later connection, too.
     pub(super) reader: Option<(EngineId, Incarnation)>,
     pub(super) tag: AttemptTag,
-    pub(super) tokens: u32,
+    pub(super) prompt: WantedPrompt,
     pub(super) want: ReceiverRequest,
-    /// What is to be proved to it.
-    pub(super) verify: Option<VerifyRequest>,
     /// The receiver was told that the prompt (pull: the last of it) is being computed.
     pub(super) begun: bool,
     pub(super) state: ReceiverState,

@@ -1,7 +1,7 @@
 //! The receivers of a key: bound to its source, written to or granted a lease, and seen to their
 //! end.
 
-use super::receiver::{Receiver, ReceiverRequest, ReceiverState};
+use super::receiver::{Receiver, ReceiverRequest, ReceiverState, WantedPrompt};
 use super::request::PrefillRequest;
 use super::{FlowEntry, Prefill, PrefillTimer, PrefillTurn, PromptTransfer};
 use crate::core::config::CoreSettings;
@@ -12,7 +12,7 @@ use crate::core::ids::{
 };
 use crate::core::message::{AttemptTag, Message, Mode, TransferJob};
 use crate::core::time::Nanos;
-use crate::core::verify::{DigestPlan, KvDigest, VerifyRequest};
+use crate::core::verify::{DigestPlan, KvDigest};
 use crate::fabric::Refused;
 
 /// Why a receiver cannot be told what it is to be told.
@@ -60,7 +60,7 @@ impl Prefill {
         &mut self,
         connection: ConnectionId,
         tag: AttemptTag,
-        (tokens, verify): (u32, Option<VerifyRequest>),
+        prompt: WantedPrompt,
         want: ReceiverRequest,
         turn: &mut PrefillTurn<'_>,
     ) {
@@ -68,7 +68,8 @@ impl Prefill {
         if let Some(receiver) = receiver.filter(|receiver| receiver.connection == connection) {
             if receiver.tag.attempt == tag.attempt && matches!(receiver.want, ReceiverRequest::Ask)
             {
-                (receiver.want, receiver.tokens, receiver.verify) = (want, tokens, verify);
+                let hash = prompt.hash.or(receiver.prompt.hash);
+                (receiver.want, receiver.prompt) = (want, WantedPrompt { hash, ..prompt });
                 return self.bind(&tag.key, tag.sibling, turn);
             }
             if receiver.tag.attempt >= tag.attempt {
@@ -88,7 +89,7 @@ impl Prefill {
         let (key, sibling, reader) = (tag.key.clone(), tag.sibling, self.reader(connection));
         let state = ReceiverState::Waiting;
         let begun = false;
-        let receiver = Receiver { connection, reader, tag, tokens, want, verify, begun, state };
+        let receiver = Receiver { connection, reader, tag, prompt, want, begun, state };
         self.mentioned(turn.now, &key).receivers.insert(sibling, receiver);
         self.by_peer.insert(connection, (key.clone(), sibling));
         self.peer_manager.hold(connection, turn);
@@ -166,27 +167,32 @@ impl Prefill {
             ReceiverRequest::Ask | ReceiverRequest::Push { .. } => Mode::Push,
             ReceiverRequest::Pull => Mode::Pull,
         };
-        if mode != wanted || receiver.tokens != request.tokens {
+        let WantedPrompt { tokens, hash, .. } = receiver.prompt;
+        if mode != wanted || tokens != request.tokens {
             let text = format!(
-                "decode wants {mode} of {} tokens, prefill has {wanted} of {}",
-                receiver.tokens, request.tokens
+                "decode wants {mode} of {tokens} tokens, prefill has {wanted} of {}",
+                request.tokens
             );
             return self.end_receiver(key, sibling, Failure::mismatch(text), turn);
+        }
+        let prefill = request.prompt_hash;
+        if let Some(decode) = hash.filter(|hash| *hash != prefill)
+            && !planted!("prompt-hash-is-not-compared")
+        {
+            let failure = Failure::PromptMismatch { decode, prefill };
+            return self.end_receiver(key, sibling, failure, turn);
         }
         match receiver.want {
             ReceiverRequest::Ask if request.begun() => self.begin(key, sibling, turn),
             ReceiverRequest::Push { .. } => {
-                match self.digest_plan(key, receiver, request.leg.prompt_hash) {
-                    Ok(plan) => self.start_flow(key, sibling, plan, turn),
-                    Err(failure) => return self.end_receiver(key, sibling, failure, turn),
-                }
+                let plan = self.digest_plan(key, receiver, prefill);
+                self.start_flow(key, sibling, plan, turn);
                 self.await_resumption(turn.now, key);
             }
             ReceiverRequest::Pull if request.computed() => {
-                match self.digest_plan(key, receiver, request.leg.prompt_hash) {
-                    Ok(None) => self.grant(key, sibling, None, turn),
-                    Ok(Some(plan)) => self.digest_source(key, sibling, plan, turn),
-                    Err(failure) => self.end_receiver(key, sibling, failure, turn),
+                match self.digest_plan(key, receiver, prefill) {
+                    None => self.grant(key, sibling, None, turn),
+                    Some(plan) => self.digest_source(key, sibling, plan, turn),
                 }
             }
             ReceiverRequest::Pull if request.ending() => self.begin(key, sibling, turn),
@@ -253,7 +259,7 @@ impl Prefill {
             source: request.source,
             peer: receiver.connection,
             from: *from,
-            tokens: receiver.tokens,
+            tokens: receiver.prompt.tokens,
             blocks: blocks.clone(),
             verify,
         });
@@ -536,7 +542,7 @@ impl Prefill {
             ReceiverState::Writing(of) | ReceiverState::Restarting(of) if *of == id => {
                 match flow.failure {
                     None => {
-                        let (connection, tokens) = (receiver.connection, receiver.tokens);
+                        let (connection, tokens) = (receiver.connection, receiver.prompt.tokens);
                         let tag = receiver.tag.clone();
                         let (ranks, digest) =
                             (RankSet::first(self.config.geometry.tp), flow.digest);

@@ -6,6 +6,7 @@ use crate::core::error::Failure;
 use crate::core::ids::{RequestId, SourceId, StepId, TransferKey};
 use crate::core::layout::BlockList;
 use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillLeg, TransferJob};
+use crate::core::prompt_hash::PromptHash;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -15,6 +16,7 @@ pub(super) struct PrefillRequest {
     pub(super) key: TransferKey,
     pub(super) leg: PrefillLeg,
     pub(super) tokens: u32,
+    pub(super) prompt_hash: PromptHash,
     /// The source that chunks go to; replaced at a preemption.
     pub(super) source: SourceId,
     /// True if the transfer actors know the source.
@@ -87,7 +89,7 @@ impl Prefill {
         &mut self,
         id: RequestId,
         leg: PrefillLeg,
-        tokens: u32,
+        (tokens, prompt_hash): (u32, PromptHash),
         turn: &mut PrefillTurn<'_>,
     ) {
         if let Err(failure) = self.admit(&id, &leg) {
@@ -96,7 +98,7 @@ impl Prefill {
         }
         let source = SourceId(self.fresh());
         let key = leg.key.clone();
-        let (peer, wanted) = (leg.moriio.clone(), (leg.mode, tokens));
+        let (peer, mode) = (leg.moriio.clone(), leg.mode);
         let entry = self.keys.entry(key.clone()).or_default();
         entry.copies += 1;
         let spare = entry.request.is_some();
@@ -108,6 +110,7 @@ impl Prefill {
             key: key.clone(),
             leg,
             tokens,
+            prompt_hash,
             source,
             mentioned: false,
             blocks: Vec::new(),
@@ -122,7 +125,8 @@ impl Prefill {
             self.timers.cancel(&PrefillTimer::Orphan(key.clone()));
             self.bind_receivers(&key, turn);
             if let Some(peer) = peer {
-                self.peer_manager.expect_moriio(&key, wanted, &peer, turn);
+                let prompt = (tokens, prompt_hash);
+                self.peer_manager.expect_moriio((&key, mode), prompt, &peer, turn);
             }
         }
     }

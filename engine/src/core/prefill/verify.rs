@@ -2,38 +2,23 @@
 
 use super::receiver::{Receiver, ReceiverState};
 use super::{FlowEntry, Prefill, PrefillTurn};
-use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, TransferKey};
 use crate::core::message::TransferJob;
-use crate::core::verify::{DigestPlan, KvDigest, VerifyRequest};
+use crate::core::prompt_hash::PromptHash;
+use crate::core::verify::{DigestPlan, KvDigest};
 use std::sync::Arc;
 
 impl Prefill {
-    /// What is digested for a receiver, if it wants that.
-    ///
-    /// # Errors
-    /// The two sides do not have the same prompt.
+    /// What is digested for a receiver, if it wants that. Only engines that verify ask for it and
+    /// are asked.
     pub(super) fn digest_plan(
         &self,
         key: &TransferKey,
         receiver: &Receiver,
-        prompt: Option<u64>,
-    ) -> Result<Option<DigestPlan>, Failure> {
-        let Some(VerifyRequest { level, prompt: wanted }) = receiver.verify else {
-            return Ok(None);
-        };
-        let Some(prompt) = prompt.filter(|_| !self.config.verify.is_off()) else {
-            return Err(Failure::mismatch(
-                "KV is to be verified, and the engine did not say a hash of the prompt's tokens",
-            ));
-        };
-        if prompt != wanted && !planted!("another-prompt-is-handed-over") {
-            return Err(Failure::mismatch(format!(
-                "the prompts differ: a hash of the decode's tokens is {wanted:016x}, of the \
-                 prefill's {prompt:016x}"
-            )));
-        }
-        Ok(Some(DigestPlan::new(level, (key, self.config.incarnation), prompt)))
+        prompt: PromptHash,
+    ) -> Option<DigestPlan> {
+        let level = receiver.prompt.verify.filter(|_| !self.config.verify.is_off())?;
+        Some(DigestPlan::new(level, (key, self.config.incarnation), prompt))
     }
 
     /// Has the ranks digest a prompt that a receiver will read; it is granted when they have.

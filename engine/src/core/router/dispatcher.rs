@@ -180,7 +180,6 @@ impl LegDispatcher {
             mode: prefill.mode,
             incarnation,
             moriio: None,
-            prompt_hash: None,
         };
         let body = LegBody::Prefill { transfer, prompt: index as u32 };
         let prefill_leg = self.assign(leg, &work.prompt.prefix);
@@ -260,7 +259,6 @@ impl LegDispatcher {
             control: source.control.clone(),
             incarnation: Some(source.incarnation),
             moriio: None,
-            prompt_hash: None,
         };
         let output = work.output;
         let (prompt, nth) = (index as u32, sample as u32);

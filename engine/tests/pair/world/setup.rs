@@ -7,14 +7,15 @@ use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::layout::{Geometry, KvGroup, LayerLayout};
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::transfer::TransferConfig;
 use kvferry_engine::fabric::*;
 
 /// The recorded connections are of as many.
 pub(crate) const LAYERS: u16 = 16;
 pub(crate) const BLOCK: u32 = 16;
-/// Of the tokens of the prompt.
-pub(crate) const HASH: u64 = 7;
+/// Hash of the prompt.
+pub(crate) const HASH: PromptHash = PromptHash([7, 7]);
 
 fn geometry(tp: u16) -> Geometry {
     Geometry { tp, ..Geometry::new("pair", 4, vec![KvGroup::full(BLOCK, 0..LAYERS)]) }

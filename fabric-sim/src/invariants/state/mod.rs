@@ -331,7 +331,7 @@ impl InvariantState {
 
     fn decode_hook(&mut self, now: Nanos, who: SimProcessId, hook: &DecodeHook) {
         match hook {
-            DecodeHook::Arrived { request, leg, tokens } => {
+            DecodeHook::Arrived { request, leg, tokens, .. } => {
                 self.loads.arrived(who.instance, request, leg, *tokens);
             }
             DecodeHook::Allocated { request, computed, blocks } => {

@@ -27,6 +27,7 @@ use kvferry_engine::core::payload::{
     ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
     SlotId,
 };
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::core::verify::{DigestPlan, KvDigest, Verify};
 use kvferry_engine::fabric::{Address, Endpoint, Memory, OwnMemory, RegionDesc};
@@ -34,6 +35,8 @@ use kvferry_fabric_host::{HostConfig, PathCount};
 use kvferry_fabric_mori::MoriConfig;
 use serde_json::json;
 use std::sync::Arc;
+
+const PROMPT_HASH: PromptHash = PromptHash([1 << 60, 7]);
 
 fn geometry() -> Geometry {
     let group = |window, layers| KvGroup { kind: window, block_tokens: 32, layers };
@@ -186,7 +189,7 @@ pub(super) fn to_host() -> Vec<ToHost> {
     let [key, _] = payload_keys();
     all.push(ToHost::Fetch { key, sender: "tcp://10.0.0.1:50051".into() });
     // Since 10.
-    let prompt_hash = Some(u64::MAX - 1);
+    let prompt_hash = Some(PROMPT_HASH);
     all.push(ToHost::Arrived { request: request(), params: "{}".into(), tokens: 7, prompt_hash });
     all.push(ToHost::Report { report: flow(FlowState::Digested(digest())), moved: counters() });
     all
@@ -306,7 +309,7 @@ fn digest() -> Box<KvDigest> {
 /// Those that verify KV.
 fn verifying_jobs() -> [TransferJob; 2] {
     let key = TransferKey { id: "t".into(), prompt: 1 };
-    let plan = DigestPlan::new(Verify::Sample, (&key, Incarnation(9)), 8);
+    let plan = DigestPlan::new(Verify::Sample, (&key, Incarnation(9)), PROMPT_HASH);
     let (peer, source, flow) = (ConnectionId(4), SourceId(5), FlowId(6));
     [
         TransferJob::Write {

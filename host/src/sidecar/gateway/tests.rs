@@ -6,6 +6,7 @@ use crate::sidecar::settings::{TransferBackend, TransferPlacement};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{DecodeLeg, FinishReason, Mode, PrefillLeg, Role};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use std::sync::Arc;
 use tokio::sync::mpsc::{Receiver, channel};
 
@@ -72,7 +73,12 @@ fn arrived(role: Role) -> ToHost {
         }
     };
     let params = format!("{{\"kvferry\": {}}}", leg.expect("a leg in JSON")).into();
-    ToHost::Arrived { request: "r".into(), params, tokens: 3, prompt_hash: None }
+    ToHost::Arrived {
+        request: "r".into(),
+        params,
+        tokens: 3,
+        prompt_hash: Some(PromptHash::default()),
+    }
 }
 
 #[test]

@@ -39,8 +39,6 @@ class Place:
     start_s: float
     # The KV of what drafts tokens is handed over, too.
     drafts: bool
-    # KV is verified, by hashes of the prompts' tokens among others.
-    verifies: bool
 
 
 def place(vllm_config) -> Place:

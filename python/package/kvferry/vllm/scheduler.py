@@ -1,10 +1,7 @@
 """The half in the engine core: forwards the scheduler's hooks to the host and applies its answers."""
 
-import hashlib
 import json
-import sys
 import time
-from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,6 +11,7 @@ from kvferry._native import Link
 from kvferry.line import guarded, nothing
 from kvferry.log import logger_of
 from kvferry.vllm.engine import STILL_S, connect, describe, line, place, reads_on
+from kvferry.vllm.prompt import names_media, prompt_hash
 from kvferry.vllm.stats import KvferryStats
 
 logger = logger_of(__name__)
@@ -65,16 +63,6 @@ class Leg:
     blocks: list[int] = field(default_factory=list)
 
 
-def prompt_hash(request) -> int | None:
-    """Of a prompt's token ids, alike on both sides; none of one that has none, as embeddings."""
-    if request.prompt_token_ids is None:
-        return None
-    ids = array("Q", request.prompt_token_ids)
-    if sys.byteorder != "little":
-        ids.byteswap()
-    return int.from_bytes(hashlib.blake2b(ids, digest_size=8).digest(), "little")
-
-
 def _not_loaded(self, request, _, external: int) -> None:
     """Who waits for blocks that were allocated is told that nothing comes."""
     if external > 0:
@@ -114,7 +102,7 @@ class Scheduler:
             last["last_life"] = link.incarnation
             return link
 
-        self.verifies = at.verifies
+        self.has_names = names_media(vllm_config)
         self.line = line(make, self._give_up)
         lease_s = self.line.link.lease_s
         self.lease_s = lease_s + LEASE_MARGIN_S if lease_s else 0.0
@@ -169,8 +157,7 @@ class Scheduler:
             # It is not handed over, and what it was to load has failed.
             leg.over = leg.may_allocate = True
             return
-        hashed = prompt_hash(request) if self.verifies else None
-        self._tell("arrived", request.request_id, params, leg.tokens, hashed)
+        self._tell("arrived", request.request_id, params, leg.tokens, prompt_hash(request, self.has_names))
 
     @guarded(lambda *_: (0, False))
     def matched(self, request, computed: int) -> tuple[int | None, bool]:

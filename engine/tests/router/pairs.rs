@@ -6,6 +6,7 @@ use kvferry_engine::core::Machine;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{ClientId, LegId};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
+use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::router::{ClientAnswer, LegEvent, LegFailure, RouterConfig};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
@@ -180,5 +181,32 @@ fn a_leg_that_failed_for_its_pair_tells_of_the_pair() {
     world.legs(client, Role::Decode).into_iter().for_each(|leg| world.done(leg));
     for _ in 0..6 {
         assert_ne!(serve(&mut world, |_| None).0, number(&first));
+    }
+}
+
+/// Its tokens are others at the decode, as many: no other pair would serve it better.
+#[test]
+fn two_prompts_of_one_request_blame_no_instance() {
+    let failure =
+        || Failure::PromptMismatch { decode: PromptHash([1, 2]), prefill: PromptHash([1, 3]) };
+    for recomputes in [false, true] {
+        let mut world = RouterWorld::new(RouterConfig::default());
+        up(&mut world, 2, 2);
+        for _ in 0..12 {
+            if recomputes {
+                serve(&mut world, |_| Some(failure()));
+                continue;
+            }
+            let client = world.request(vec![prompt(100)], 2);
+            let (ids, _) = legs(&world, client);
+            world.leg(ids[1], LegEvent::Failed(LegFailure::Instance(failure())));
+            let expected = ClientAnswer::Failed(LegFailure::Instance(failure()));
+            assert_eq!(world.answers.get(&client), Some(&expected));
+            assert!(world.live.is_empty(), "{:?}", world.live);
+        }
+        let clients: Vec<_> = (0..2).map(|_| world.request(vec![prompt(100)], 1)).collect();
+        let pairs: Vec<_> = clients.iter().map(|client| legs(&world, *client).1).collect();
+        let [(p, d), (other_p, other_d)] = pairs[..] else { panic!("{pairs:?}") };
+        assert!(p != other_p && d != other_d, "all instances stay in rotation: {pairs:?}");
     }
 }

@@ -167,6 +167,17 @@ pub enum LegFailure {
     Request(Arc<str>),
 }
 
+impl LegFailure {
+    /// True if the request fails so on whatever instances it is tried.
+    pub(super) fn is_final(&self) -> bool {
+        match self {
+            LegFailure::Request(_) => true,
+            LegFailure::Instance(failure) => failure.is_of_request(),
+            LegFailure::Connection | LegFailure::Busy | LegFailure::Answer(_) => false,
+        }
+    }
+}
+
 impl fmt::Display for LegFailure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -403,7 +403,7 @@ impl Router {
                 exhausted |= sent > retries && !planted!("retries-without-limit");
             }
         }
-        if streamed || exhausted || matches!(failure, LegFailure::Request(_)) {
+        if streamed || exhausted || failure.is_final() {
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
         }
         if is_busy {

@@ -45,6 +45,14 @@ BLOCKS = 16
 # Of a prompt, and its blocks on both sides.
 TOKENS = 64
 TAKEN = [3, 5]
+# What a request says of a prompt of token ids only.
+PLAIN = {
+    "prompt_embeds": None,
+    "prompt_is_token_ids": None,
+    "mm_features": [],
+    "lora_request": None,
+    "cache_salt": None,
+}
 # Of engines.
 NUMBERS = itertools.count()
 # For what a host does of itself.
@@ -197,14 +205,15 @@ class Engine:
             if link is not None:
                 link.close()
 
-    def arrive(self, name: str, params: dict, tokens: int) -> SimpleNamespace:
+    def arrive(self, name: str, params: dict, tokens: int, **prompt) -> SimpleNamespace:
+        """A request, of the same prompt as all of this length unless `prompt` says otherwise."""
         about = {"sampling_params": None, "status": RequestStatus.FINISHED_LENGTH_CAPPED}
         params = params["kv_transfer_params"]
         request = SimpleNamespace(
             request_id=name,
             kv_transfer_params=params,
             num_prompt_tokens=tokens,
-            prompt_token_ids=list(range(tokens)),
+            **PLAIN | {"prompt_token_ids": list(range(tokens))} | prompt,
             **about,
         )
         self.requests[name] = request

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import model as tiny
 import native
 import pytest
-from client import metric
+from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from pair import PLACES, ROLES, kvferry_at, request, served, tokens
+from prompts import assert_hashes_are_logged, computed, wait_for_tokens
 from router import BINARY
 from server import BLOCK_TOKENS
 from soak import CLIENTS, Soak, growth, requests_wanted, sample
@@ -50,18 +51,30 @@ def test_same_tokens_as_a_single_server(own, reference, length):
 
 
 @pytest.mark.parametrize("length", [33, 700])
-def test_decode_answers_the_prompt_that_prefill_computed(own, reference, length):
-    """Decode is told another one, and computes none of it but the last token."""
-    ids, other = prompt(length, f"swap {own.mode}"), prompt(length, "another")
-    other[-1] = ids[-1]
+def test_decode_computes_at_most_one_token_of_a_prompt(own, reference, length):
+    wait_idle(own)
+    ids, before = prompt(length, f"computed {own.mode}"), computed(own.decode)
+    assert tokens(own.router.complete(request(ids))) == reference(ids)
+    wait_for_tokens(own.decode, before, 1)
+
+
+@pytest.mark.parametrize("length", [33, 700])
+@pytest.mark.parametrize("differing", ["one", "all"])
+def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own, length, differing):
+    """As one that two engines render by different templates or tokenizers."""
+    ids, other = prompt(length, f"rendered {own.mode} {differing}"), prompt(length, f"another {differing}")
+    if differing == "one":
+        other = [*other[:1], *ids[1:]]
+    assert other != ids
     key = native.key()
     to_prefill = native.to_prefill(own, key) | request(ids, max_tokens=1)
     to_decode = native.to_decode(own, key) | request(other)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(own.prefill.complete, to_prefill)
-        assert tokens(own.decode.complete(to_decode)) == reference(ids)
+        with pytest.raises(Refused):
+            own.decode.complete(to_decode)
         first.result()
-    assert reference(other) != reference(ids)
+    assert_hashes_are_logged(own.decode, ids, other)
 
 
 def test_eight_at_a_time_in_chunks(own, reference):

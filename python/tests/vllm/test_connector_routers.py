@@ -11,6 +11,7 @@ from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from legs import of, params, router_id
 from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
+from prompts import assert_hashes_are_logged, computed, wait_for_tokens
 from router import Router
 from vllm_router import VllmRouter
 
@@ -97,10 +98,17 @@ def test_legs_that_name_host_and_ports(own, reference, length):
     assert own.complete(ids) == reference(ids)
 
 
-def test_decode_answers_the_prompt_that_prefill_computed(own, reference):
-    ids, other = prompt(700, f"swap {own.mode}"), prompt(700, "another")
-    other[-1] = ids[-1]
-    assert own.complete(ids, other) == reference(ids) != reference(other)
+def test_decode_computes_at_most_one_token_of_a_prompt(own, reference):
+    ids, before = prompt(700, f"computed {own.mode}"), computed(own.decode)
+    assert own.complete(ids) == reference(ids)
+    wait_for_tokens(own.decode, before, 1)
+
+
+def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own):
+    ids, other = prompt(700, f"rendered {own.mode}"), prompt(700, f"another {own.mode}")
+    with pytest.raises(Refused):
+        own.complete(ids, other)
+    assert_hashes_are_logged(own.decode, ids, other)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -25,10 +25,7 @@ def prompt_hash(request, has_names: bool = True) -> bytes:
 def _parts(request, has_names: bool):
     """The parts of the hash, with their names."""
     if request.prompt_token_ids is not None:
-        ids = array("i", request.prompt_token_ids)
-        if sys.byteorder != "little":
-            ids.byteswap()
-        yield "tokens", ids.tobytes()
+        yield "tokens", _packed(request.prompt_token_ids)
     if (embeds := request.prompt_embeds) is not None:
         # Where they are, if not everywhere.
         yield "embeds", _tensor(embeds) + bytes(request.prompt_is_token_ids or ())
@@ -43,6 +40,18 @@ def _parts(request, has_names: bool):
         yield "adapter", adapter.lora_name.encode()
     if salt := request.cache_salt:
         yield "salt", salt.encode()
+
+
+def _packed(ids: list[int]) -> bytes:
+    """Token ids, four little-endian bytes each."""
+    try:
+        packed = array("I", ids)
+    except OverflowError:
+        # No model has such a token. It may be in a request all the same.
+        return repr(ids).encode()
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def _tensor(tensor) -> bytes:

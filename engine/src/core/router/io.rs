@@ -173,7 +173,7 @@ impl LegFailure {
         match self {
             LegFailure::Request(_) => true,
             LegFailure::Instance(failure) => failure.is_of_request(),
-            LegFailure::Connection | LegFailure::Busy | LegFailure::Answer(_) => false,
+            LegFailure::Connection | LegFailure::Busy { .. } | LegFailure::Answer(_) => false,
         }
     }
 }

@@ -19,6 +19,7 @@ use std::cell::Cell;
 use std::net::Ipv4Addr;
 use std::sync::Once;
 use std::time::Duration;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::sleep;
 
 /// Memory of the router, the clients and the instances, beside a few copies of what they send.
@@ -71,6 +72,8 @@ pub fn run(data: &[u8]) {
 }
 
 async fn exchange(script: Script) {
+    // A Rust program ignores it; under the fuzzer, whose `main` is not Rust's, it would end the process.
+    let _ignored = signal(SignalKind::pipe()).expect("a handler");
     let Script { clients, instances } = script;
     let [prefill, decode] =
         [ScriptedInstance::start(true).await, ScriptedInstance::start(false).await];

@@ -68,6 +68,8 @@ fn of_clients() -> Vec<Vec<u8>> {
         flags.iter().map(|flags| request(CLIENT, REQUEST, [*flags, 0, 0], b"")).collect();
     // Many keys, deep lists, a long prompt.
     seeds.extend([127, 191, 255].map(|shape| request(CLIENT, REQUEST, [0, 0, shape], b"")));
+    // As many legs as there may be, of a long prompt.
+    seeds.push(request(CLIENT, REQUEST, [0, 7, 255], b""));
     // Several samples, alone and of a stream.
     seeds.extend([4, 6, 7].map(|n| request(CLIENT, REQUEST, [n & STREAM, n, 0], b"")));
     let extras: [&[u8]; 5] = [

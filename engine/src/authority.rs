@@ -7,8 +7,8 @@ const NAME_MAX: usize = 253;
 const LABEL_MAX: usize = 63;
 
 /// True for an IP address without brackets, or a host name: labels of letters, digits and hyphens
-/// (RFC 952, RFC 1123), and of underscores, which names of containers have. A name that ends with a
-/// number is not one, since resolvers take it for an address in another form.
+/// (RFC 952, RFC 1123), and of underscores, which names of containers have. Numbers alone are not a
+/// name, since resolvers take them for an address in another form.
 pub(crate) fn is_host(text: &str) -> bool {
     if text.parse::<Ipv4Addr>().is_ok() || is_ipv6(text) {
         return true;
@@ -21,10 +21,13 @@ pub(crate) fn is_host(text: &str) -> bool {
             && !label.starts_with('-')
             && !label.ends_with('-')
     };
-    let last = name.rsplit('.').next().unwrap_or(name);
-    let is_number = last.bytes().all(|c| c.is_ascii_digit())
-        || last.strip_prefix("0x").is_some_and(|hex| hex.bytes().all(|c| c.is_ascii_hexdigit()));
-    name.len() <= NAME_MAX && name.split('.').all(is_label) && !is_number
+    let is_number = |label: &str| {
+        let hex = label.strip_prefix("0x").or(label.strip_prefix("0X"));
+        label.bytes().all(|c| c.is_ascii_digit())
+            || hex.is_some_and(|hex| hex.bytes().all(|c| c.is_ascii_hexdigit()))
+    };
+    let mut labels = name.split('.');
+    name.len() <= NAME_MAX && labels.clone().all(is_label) && !labels.all(is_number)
 }
 
 /// An IPv6 address, with or without a zone.
@@ -68,6 +71,7 @@ mod tests {
             ("node-1.example.com.:65535", "node-1.example.com.", Some(65_535)),
             ("kvferry_prefill_1:8000", "kvferry_prefill_1", Some(8_000)),
             ("3com.example:1", "3com.example", Some(1)),
+            ("p2.0", "p2.0", None),
         ] {
             assert_eq!(split(text), Some((host, port)), "{text}");
         }
@@ -104,7 +108,7 @@ mod tests {
             "127.1",
             "2130706433",
             "0x7f.1",
-            "a.0x7f000001",
+            "0X7F000001",
             "1.2.3.4.5",
             "\u{202e}moc.live:80",
             "ev\u{200b}il:80",

@@ -72,6 +72,8 @@ struct ListedInstance {
     age_seconds: f64,
     in_flight_legs: u32,
     in_flight_tokens: u64,
+    /// Legs that it takes at a time, if it refused one as busy.
+    legs_max: Option<u32>,
     /// What its server said of its load, if it is asked for that.
     load: Option<ListedLoad>,
     #[serde(skip)]
@@ -157,6 +159,7 @@ fn state(
         age_seconds: seconds(it.age),
         in_flight_legs: it.legs,
         in_flight_tokens: it.tokens,
+        legs_max: it.legs_max,
         load: it.load.map(|(load, age)| ListedLoad {
             running: load.running,
             waiting: load.waiting,

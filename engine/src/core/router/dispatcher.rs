@@ -493,23 +493,24 @@ impl LegDispatcher {
         }
     }
 
-    /// An instance answered a probe, or did not.
+    /// An instance answered a probe, or did not. True if it takes legs from now on.
     pub(super) fn probed(
         &mut self,
         now: Nanos,
         probe: ProbeId,
         (answers, models): (bool, Option<Arc<ServedModels>>),
-    ) {
+    ) -> bool {
         let instance_id = InstanceId(probe.0);
         if self.registry.get(instance_id).is_none() {
-            return;
+            return false;
         }
         let instance = self.registry.instance_mut(instance_id);
         // What it listed before holds as long as it lists nothing else.
         if let Some(models) = models.filter(|models| models.is_well_formed()) {
             instance.listed_models = Some(models);
         }
-        if answers && instance.unproven {
+        let is_proven = answers && instance.unproven;
+        if is_proven {
             instance.unproven = false;
             if instance.dialects().is_static() {
                 instance.health.registered();
@@ -523,6 +524,7 @@ impl LegDispatcher {
         if let Some(period) = period {
             self.timers.arm(RouterTimer::Probe(instance_id), now + period);
         }
+        is_proven
     }
 
     fn load_period(&self) -> Option<Nanos> {

@@ -159,6 +159,10 @@ impl Router {
 
     /// Sends waiting requests, oldest first, as long as there are instances for them.
     pub(super) fn pump(&mut self, turn: &mut RouterTurn<'_>) {
+        // Each line is looked at for itself, against all instances, but not while none takes legs.
+        if self.waiting.len() == 0 || !self.dispatcher.registry.any_takes(turn.now) {
+            return;
+        }
         let mut firsts = self.waiting.firsts();
         while let Some(((new, _), (line, client))) = firsts.pop_first() {
             if new && !self.may_start() {

@@ -393,8 +393,8 @@ impl Machine for Router {
             RouterInput::Gone { client } => self.finish(client, None, turn),
             RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
             RouterInput::Probed { probe, answers, models } => {
-                self.dispatcher.probed(turn.now, probe, (answers, models));
-                if answers {
+                // Models that it lists later are looked at when the pauses are over.
+                if self.dispatcher.probed(turn.now, probe, (answers, models)) {
                     self.wake(turn);
                 }
             }

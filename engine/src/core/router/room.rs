@@ -4,8 +4,9 @@
 //! sent are what it takes; further legs wait until one of them ends. After some legs have ended well
 //! at the limit, the limit rises: by one, then by twice as much each time, until a leg is refused
 //! again. Each refused attempt to rise doubles the number of legs that have to end well before the
-//! next one. If the instance refused a leg while it had no other, others than this router fill it,
-//! and it gets one leg after a pause.
+//! next one. If the instance refused a leg while it had no other, it has not noticed yet that a leg
+//! was cancelled, or others than this router fill it: it gets one leg after a short pause, and then
+//! after the time that it names or longer pauses each time.
 
 use super::io::RouterConfig;
 use super::registry::{RegisteredInstance, Registry};
@@ -83,10 +84,10 @@ impl LegRoom {
             return None;
         }
         let doubled = 1 << self.pauses.min(16);
-        let own = config.retry_pause.max(PAUSE_MIN).scale(doubled, 1);
+        let own = config.retry_pause.max(PAUSE_MIN).scale(doubled, 2);
         let pause = match retry_after {
             // The legs of the other instances are served, and one that ends makes room.
-            _ if is_shared => PAUSE_MIN.scale(doubled, 1),
+            _ if is_shared || self.pauses == 0 => PAUSE_MIN.scale(doubled, 1),
             Some(span) => span.max(PAUSE_MIN),
             None => own,
         };
@@ -127,6 +128,15 @@ impl RegisteredInstance {
 }
 
 impl Registry {
+    /// True if a decode may take a leg, whoever it is for.
+    pub(super) fn any_takes(&self, now: Nanos) -> bool {
+        let mut decodes = self.of_role(Role::Decode).map(|(_, it)| it);
+        decodes.any(|it| {
+            let is_full = !it.has_room(now) && !planted!("full-instances-get-legs");
+            it.is_there(now) && !it.unproven && !is_full
+        })
+    }
+
     /// Time until an instance of each role takes legs, as far as their failures and busy answers tell.
     pub(super) fn opens_after(&self, now: Nanos) -> Nanos {
         let of = |role| {
@@ -250,17 +260,21 @@ mod tests {
             room.refused(Nanos::from_ms(at), refused, &config)
         };
         let mut room = LegRoom::default();
+        let hour = Some(Nanos::from_secs(3_600));
         assert_eq!(
-            refuse(&mut room, 0, false, Some(Nanos::from_secs(2))),
-            Some(Nanos::from_secs(2))
+            refuse(&mut room, 0, false, hour),
+            Some(PAUSE_MIN),
+            "a cancelled leg may be left"
         );
-        assert!(!room.has(Nanos::from_ms(1_999), 0) && room.has(Nanos::from_secs(2), 0));
-        assert!(!room.has(Nanos::from_secs(2), 1), "one leg tries it");
-        let huge = refuse(&mut room, 2_000, false, Some(Nanos::MAX));
-        assert_eq!(huge, Some(Nanos::from_secs(12)), "bounded");
-        assert_eq!(refuse(&mut room, 12_000, false, None), Some(Nanos::from_secs(14)));
-        room.served(LegId(12_001), LegId(13_000), 1);
-        assert_eq!(refuse(&mut room, 14_000, false, None), Some(Nanos::from_ms(14_500)));
-        assert_eq!(refuse(&mut room, 14_500, true, None), Some(Nanos::from_ms(14_540)));
+        let after = refuse(&mut room, 20, false, Some(Nanos::from_secs(2)));
+        assert_eq!(after, Some(Nanos::from_ms(2_020)));
+        assert!(!room.has(Nanos::from_ms(2_019), 0) && room.has(Nanos::from_ms(2_020), 0));
+        assert!(!room.has(Nanos::from_ms(2_020), 1), "one leg tries it");
+        let huge = refuse(&mut room, 2_020, false, Some(Nanos::MAX));
+        assert_eq!(huge, Some(Nanos::from_ms(12_020)), "bounded");
+        assert_eq!(refuse(&mut room, 13_000, false, None), Some(Nanos::from_ms(15_000)));
+        room.served(LegId(13_001), LegId(14_000), 1);
+        assert_eq!(refuse(&mut room, 15_000, true, None), Some(Nanos::from_ms(15_020)));
+        assert_eq!(refuse(&mut room, 15_020, true, None), Some(Nanos::from_ms(15_060)));
     }
 }

@@ -16,6 +16,9 @@ use kvferry_scenarios::Run;
 use kvferry_scenarios::run::InstanceSettings;
 use std::collections::{BTreeMap, BTreeSet};
 
+/// Tries of a leg that instances refuse as busy, at most: who is refused learns when there is room.
+const BUSY_MAX: usize = 64;
+
 /// Dials that nobody answered.
 #[derive(Clone, Copy, Debug)]
 struct UnansweredDials {
@@ -90,7 +93,8 @@ impl NoLivelock {
         client: ClientId,
         body: &LegBody,
     ) -> Option<(u32, u32)> {
-        let before = now.state.client(client).map_or(&[][..], |client| &client.legs);
+        let client = now.state.client(client);
+        let before = client.map_or(&[][..], |client| &client.legs);
         let (part, times) = match body {
             // Each sample of a prompt that is tried again needs the prompt again.
             LegBody::Prefill { prompt, .. } => {
@@ -100,9 +104,10 @@ impl NoLivelock {
             }
             LegBody::Decode { prompt, sample, .. } => ((*prompt, Some(*sample)), 1),
         };
-        let count = 1 + before.iter().filter(|leg| leg.part == part).count() as u32;
-        let limit = 1 + self.retries * times;
-        (count > limit).then_some((count, limit))
+        let [before, busy] = client.map_or([0; 2], |client| client.tries(part));
+        let (count, limit) = (1 + before as u32, 1 + self.retries * times);
+        let is_hammered = busy > BUSY_MAX;
+        (count > limit || is_hammered).then_some((count + busy as u32, limit))
     }
 
     /// Counts a dial; how many there were in how long a time, if that are too many.

@@ -4,7 +4,7 @@ use super::InvariantState;
 use crate::observation::{Observation, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, LegId, RequestId, TransferKey};
 use kvferry_engine::core::message::{Mode, PrefillAnswer, PrefillHook};
-use kvferry_engine::core::router::LegBody;
+use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure};
 use kvferry_engine::core::time::Nanos;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,9 +43,19 @@ impl TrackedLeg {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TrackedClient {
     pub(crate) legs: Vec<TrackedLeg>,
+    /// Tries that an instance refused as busy.
+    busy: BTreeSet<TransferKey>,
 }
 
 impl TrackedClient {
+    /// Legs that were sent for a part of the request, without the tries that were refused as busy, and
+    /// with these alone.
+    pub(crate) fn tries(&self, part: DispatchedPart) -> [usize; 2] {
+        let all = self.legs.iter().filter(|leg| leg.part == part);
+        let (busy, counted): (Vec<_>, Vec<_>) = all.partition(|leg| self.busy.contains(&leg.key));
+        [counted.len(), busy.len()]
+    }
+
     /// The newest decode leg of each sample.
     pub(crate) fn newest(&self) -> impl Iterator<Item = &TrackedLeg> {
         let decode = self.legs.iter().filter(|leg| leg.is_decode());
@@ -96,6 +106,12 @@ impl TrackedRequests {
             Observation::Dispatched { leg, client, instance, body } => {
                 let leg = TrackedLeg::new(*leg, *instance, body);
                 self.clients.entry(*client).or_default().legs.push(leg);
+            }
+            Observation::Leg { leg, event: LegEvent::Failed(LegFailure::Busy { .. }), .. } => {
+                for client in self.clients.values_mut() {
+                    let refused = client.legs.iter().find(|it| it.leg == *leg);
+                    client.busy.extend(refused.map(|refused| refused.key.clone()));
+                }
             }
             Observation::Answered { client, .. } | Observation::ClientGone { client } => {
                 self.clients.remove(client);

@@ -4,6 +4,7 @@
 mod peer_net;
 
 use kvferry_engine::core::Nanos;
+use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{ConnectionId, EngineId};
 use kvferry_engine::core::peers::PeerEvent;
@@ -338,17 +339,20 @@ fn restarts_are_told_as_such() {
 }
 
 #[test]
-fn a_restart_with_another_geometry_ends_the_old_peer_and_is_refused() {
+fn restart_with_another_geometry_is_refused_and_the_old_peer_ends_by_silence() {
     let mut net = TestNet::ready(TestFaults::NONE);
     net.reach();
     net.run(SECOND);
-    net.crash(DECODE, true);
+    net.crash(DECODE, false);
     net.restart(DECODE, 3);
     net.reach();
     net.run(SECOND);
-    assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerRestarted]);
+    // What is refused ends nothing that is under way.
+    assert_eq!(net.cores[PREFILL].failures(), []);
     let last = net.cores[PREFILL].events.last();
     assert!(matches!(last, Some(PeerEvent::Refused { .. })), "{last:?}");
+    net.run(ChannelConfig::default().silent);
+    assert_eq!(net.cores[PREFILL].failures(), [Failure::PeerSilent]);
 }
 
 #[test]

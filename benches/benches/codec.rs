@@ -25,7 +25,6 @@ fn codec(criterion: &mut Criterion) {
     for (name, message) in [("announce 512", announce), ("pull", pull), ("cancel", cancel)] {
         let bytes = encode_data(&envelope, 9, &message);
         decode(&bytes).expect("what is encoded decodes");
-        println!("codec/{name}: {} bytes", bytes.len());
         criterion.bench_function(&format!("codec/{name}/encode"), |bench| {
             bench.iter(|| encode_data(black_box(&envelope), 9, black_box(&message)));
         });

@@ -8,15 +8,13 @@ use kvferry_engine::core::verify::Verify;
 const TOKENS: u32 = 100;
 const OTHER_HASH: PromptHash = PromptHash([7, 8]);
 
-/// Order in which the legs of a prompt arrive, and what the decode does before the prefill has it.
+/// What comes first: the decode has asked or has blocks, or the prefill has its leg or the KV.
 #[derive(Clone, Copy, Debug)]
 enum LegOrder {
-    DecodeFirst,
-    /// The decode has blocks before the prefill has its leg.
-    AllocatedFirst,
-    PrefillFirst,
-    /// The prefill has computed the prompt before the decode asks for it.
-    ComputedFirst,
+    Asked,
+    Allocated,
+    Arrived,
+    Computed,
 }
 
 fn arrive_other_prompt(pair: &mut PairWorld, mode: Mode) {
@@ -35,18 +33,18 @@ fn hand_over(pair: &mut PairWorld, mode: Mode, order: LegOrder) {
         settle(pair, 1);
     };
     match order {
-        LegOrder::DecodeFirst | LegOrder::AllocatedFirst => {
-            ask(pair, matches!(order, LegOrder::AllocatedFirst));
+        LegOrder::Asked | LegOrder::Allocated => {
+            ask(pair, matches!(order, LegOrder::Allocated));
             arrive_other_prompt(pair, mode);
             settle(pair, 1);
             prefill_all(pair, TOKENS);
         }
-        LegOrder::PrefillFirst => {
+        LegOrder::Arrived => {
             arrive_other_prompt(pair, mode);
             ask(pair, false);
             prefill_all(pair, TOKENS);
         }
-        LegOrder::ComputedFirst => {
+        LegOrder::Computed => {
             arrive_other_prompt(pair, mode);
             prefill_all(pair, TOKENS);
             ask(pair, true);
@@ -67,12 +65,7 @@ fn has_promised(pair: &PairWorld) -> bool {
 fn other_prompt_of_equal_length_fails_with_both_hashes_and_moves_no_byte() {
     #[cfg(feature = "planted")]
     kvferry_engine::planted::plant_from_environment();
-    let orders = [
-        LegOrder::DecodeFirst,
-        LegOrder::AllocatedFirst,
-        LegOrder::PrefillFirst,
-        LegOrder::ComputedFirst,
-    ];
+    let orders = [LegOrder::Asked, LegOrder::Allocated, LegOrder::Arrived, LegOrder::Computed];
     for mode in [Mode::Push, Mode::Pull] {
         for (order, level) in
             orders.iter().flat_map(|order| [Verify::Off, Verify::All].map(|level| (*order, level)))

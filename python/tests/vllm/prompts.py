@@ -11,16 +11,24 @@ def hash_of(ids: list[int]) -> str:
     return prompt_hash([("tokens", array("I", ids).tobytes())]).hex()
 
 
-def computed(server) -> float:
-    """Tokens of prompts that a server computed itself, as vLLM's own metrics say."""
-    return metric(server.port, "vllm:prompt_tokens_by_source_total", 'source="local_compute"')
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
-def wait_for_tokens(server, before: float, most: int) -> None:
-    """A server has computed some tokens since, and no more than so many."""
-    server.wait_until(
-        f"{most} tokens were computed", lambda: before < computed(server) <= before + most, 30
-    )
+def sources(server) -> list[float]:
+    """Tokens of prompts by where their KV came from, as vLLM's own metrics say."""
+    name = "vllm:prompt_tokens_by_source_total"
+    return [metric(server.port, name, f'source="{source}"') for source in SOURCES]
+
+
+def wait_for_transfer(server, before: list[float], tokens: int) -> None:
+    """A server has got the KV of a prompt since, and computed at most one of its tokens."""
+
+    def grown() -> list[float]:
+        return [now - then for now, then in zip(sources(server), before, strict=True)]
+
+    server.wait_until(f"{tokens} tokens are counted", lambda: sum(grown()) >= tokens, 30)
+    computed, _, moved = grown()
+    assert computed <= 1 and moved >= tokens - 1, (computed, moved)
 
 
 def assert_hashes_are_logged(decode, ids: list[int], other: list[int]) -> None:

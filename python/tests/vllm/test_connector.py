@@ -13,7 +13,7 @@ import pytest
 from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from pair import PLACES, ROLES, kvferry_at, request, served, tokens
-from prompts import assert_hashes_are_logged, computed, wait_for_tokens
+from prompts import assert_hashes_are_logged, sources, wait_for_transfer
 from router import BINARY
 from server import BLOCK_TOKENS
 from soak import CLIENTS, Soak, growth, requests_wanted, sample
@@ -53,9 +53,9 @@ def test_same_tokens_as_a_single_server(own, reference, length):
 @pytest.mark.parametrize("length", [33, 700])
 def test_decode_computes_at_most_one_token_of_a_prompt(own, reference, length):
     wait_idle(own)
-    ids, before = prompt(length, f"computed {own.mode}"), computed(own.decode)
+    ids, before = prompt(length, f"computed {own.mode}"), sources(own.decode)
     assert tokens(own.router.complete(request(ids))) == reference(ids)
-    wait_for_tokens(own.decode, before, 1)
+    wait_for_transfer(own.decode, before, len(ids))
 
 
 @pytest.mark.parametrize("length", [33, 700])

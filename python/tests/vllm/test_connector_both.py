@@ -9,7 +9,7 @@ import pytest
 from client import metric
 from conftest import MODES, at_once, prompt
 from pair import KVFERRY, ROLES, request, served, tokens
-from prompts import computed, wait_for_tokens
+from prompts import sources, wait_for_transfer
 
 pytestmark = pytest.mark.wide
 
@@ -37,14 +37,14 @@ def test_either_prefills_for_the_other(own, reference, turned):
     if turned:
         way.prefill, way.decode = own.decode, own.prefill
     ids = prompt(700, f"both {own.mode} {turned}")
-    key, before, own_tokens = native.key(), done(way.decode), computed(way.decode)
+    key, before, counted = native.key(), done(way.decode), sources(way.decode)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(way.prefill.complete, native.to_prefill(way, key) | request(ids, max_tokens=1))
         answer = tokens(way.decode.complete(native.to_decode(way, key) | request(ids)))
         first.result()
     assert answer == reference(ids)
     assert done(way.decode) > before
-    wait_for_tokens(way.decode, own_tokens, 1)
+    wait_for_transfer(way.decode, counted, len(ids))
 
 
 def test_eight_at_a_time_behind_the_router(own, reference):

@@ -11,7 +11,7 @@ from client import Refused, metric
 from conftest import MODES, at_once, prompt, wide
 from legs import of, params, router_id
 from pair import KVFERRY, ROLES, TOKENS, Pair, request, tokens
-from prompts import assert_hashes_are_logged, computed, wait_for_tokens
+from prompts import assert_hashes_are_logged, sources, wait_for_transfer
 from router import Router
 from vllm_router import VllmRouter
 
@@ -99,9 +99,9 @@ def test_legs_that_name_host_and_ports(own, reference, length):
 
 
 def test_decode_computes_at_most_one_token_of_a_prompt(own, reference):
-    ids, before = prompt(700, f"computed {own.mode}"), computed(own.decode)
+    ids, before = prompt(700, f"computed {own.mode}"), sources(own.decode)
     assert own.complete(ids) == reference(ids)
-    wait_for_tokens(own.decode, before, 1)
+    wait_for_transfer(own.decode, before, len(ids))
 
 
 def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own):

@@ -117,8 +117,14 @@ pub(super) async fn serve<A: ServesClients>(listener: &UnixListener, actor: Mail
                 let (client, actor) = (client, actor.clone());
                 // It ends with the connection.
                 let _detached = actix::spawn(async move {
-                    if let Err(why) = connection(stream, client, &actor).await {
-                        tracing::warn!(client, %why, "a connection of {} ended", A::OF);
+                    match connection(stream, client, &actor).await {
+                        Err(why) if has_left(&why) => {
+                            tracing::debug!(client, %why, "a process of {} has left", A::OF);
+                        }
+                        Err(why) => {
+                            tracing::warn!(client, %why, "a connection of {} ended", A::OF);
+                        }
+                        Ok(()) => {}
                     }
                     actor.address().do_send(ClientLeft(client));
                 });
@@ -127,6 +133,11 @@ pub(super) async fn serve<A: ServesClients>(listener: &UnixListener, actor: Mail
             Err(_) => {}
         }
     }
+}
+
+/// True if the other process closed its end, perhaps without having read all, as at a normal stop.
+fn has_left(why: &io::Error) -> bool {
+    matches!(why.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
 }
 
 /// Frames of at most [`FRAME_MAX`] bytes.
@@ -214,4 +225,20 @@ pub(super) async fn send<T: Serialize>(
         frames.feed(encode(&next)?).await?;
     }
     SinkExt::<Bytes>::flush(frames).await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn process_that_closes_with_unread_messages_has_left() {
+        let (host, process) = UnixStream::pair().expect("a pair");
+        let mut host = framed(host);
+        host.send(Bytes::from_static(b"unread")).await.expect("there is room");
+        drop(process);
+        let end = host.next().await.expect("the end is told").expect_err("a reset");
+        assert!(has_left(&end), "{end:?}");
+        assert!(!has_left(&ErrorKind::InvalidData.into()));
+    }
 }

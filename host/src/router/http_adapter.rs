@@ -3,10 +3,10 @@
 
 use super::args::HttpSettings;
 use super::error::HttpError;
-use super::instance_times::InstanceTimes;
+use super::in_flight::{ClientState, InFlightLeg, PartState};
 use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead, StreamBeginning};
 use super::load::LoadCalls;
-use super::memory_budget::{ChargedBytes, MemoryCharge};
+use super::memory_budget::ChargedBytes;
 use super::merge::{self, PartFacts};
 use super::metrics::{LegLabels, RouterMetrics, role_name};
 use super::params::{self, TransferUid};
@@ -21,7 +21,7 @@ use actix::{Addr, Context, Handler, Message};
 use hyper::StatusCode;
 use kvferry_engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::ids::{ClientId, EngineId, LegId, TransferId};
+use kvferry_engine::core::ids::{ClientId, EngineId, LegId};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RegistrationProof,
@@ -35,7 +35,6 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::JoinHandle;
 
 /// The actor with the router core, in the adapter [`HttpAdapter`].
 pub(crate) type RouterAddr = Addr<Driver<HttpAdapter>>;
@@ -90,50 +89,6 @@ struct LegMessage(LegId, LegResult);
 #[derive(Message)]
 #[rtype(result = "()")]
 struct StreamEnded(LegId, StreamEnd, Option<ReportedFailure>);
-
-struct ClientState {
-    job: Arc<RoutedRequest>,
-    arrived: Instant,
-    events: mpsc::Sender<ClientEvent>,
-    parts: Vec<PartState>,
-    fault: Option<HttpError>,
-}
-
-/// One transfer of a request.
-#[derive(Debug, Default)]
-struct PartState {
-    /// What the legs of its last attempt are called by.
-    unique: Option<(TransferId, TransferUid)>,
-    /// Attempts so far.
-    attempts: u32,
-    /// Prompt tokens that the prefill had cached.
-    cached: Option<u64>,
-    /// When the prefill of its last attempt answered.
-    prefilled: Option<Instant>,
-    /// For what that prefill answered as `kv_transfer_params`.
-    params_memory: Option<MemoryCharge>,
-}
-
-/// A leg in flight.
-struct InFlightLeg {
-    client: ClientId,
-    part: usize,
-    role: Role,
-    engine: EngineId,
-    /// The request id if it names addresses of instances.
-    inner_id: Option<Arc<str>>,
-    http: Endpoint,
-    /// The prefill's answer is what the decode reads by.
-    wants_params: bool,
-    /// The instance tells what became of the KV.
-    reports_failures: bool,
-    sent: Instant,
-    times: InstanceTimes,
-    task: JoinHandle<()>,
-    /// Cuts the stream when it is dropped.
-    cut: Option<oneshot::Sender<()>>,
-    span: Option<OpenSpan>,
-}
 
 /// Turns effects of the router core into legs, and what becomes of them into inputs.
 pub(crate) struct HttpAdapter {

@@ -21,6 +21,7 @@ mod handler;
 mod headers;
 mod http_adapter;
 mod identity;
+mod in_flight;
 mod in_process;
 mod instance_times;
 mod json_scan;

@@ -1,0 +1,61 @@
+//! Requests of clients and legs that have not ended, as the adapter of the router core keeps them.
+
+use super::error::HttpError;
+use super::http_adapter::ClientEvent;
+use super::instance_times::InstanceTimes;
+use super::memory_budget::MemoryCharge;
+use super::params::TransferUid;
+use super::routed_request::RoutedRequest;
+use crate::spans::OpenSpan;
+use kvferry_engine::core::ids::{ClientId, EngineId, TransferId};
+use kvferry_engine::core::message::Role;
+use kvferry_engine::fabric::Endpoint;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
+
+/// A request of a client that has not ended.
+pub(super) struct ClientState {
+    pub(super) job: Arc<RoutedRequest>,
+    pub(super) arrived: Instant,
+    pub(super) events: mpsc::Sender<ClientEvent>,
+    pub(super) parts: Vec<PartState>,
+    pub(super) fault: Option<HttpError>,
+}
+
+/// One transfer of a request.
+#[derive(Debug, Default)]
+pub(super) struct PartState {
+    /// What the legs of its last attempt are called by.
+    pub(super) unique: Option<(TransferId, TransferUid)>,
+    /// Attempts so far.
+    pub(super) attempts: u32,
+    /// Prompt tokens that the prefill had cached.
+    pub(super) cached: Option<u64>,
+    /// When the prefill of its last attempt answered.
+    pub(super) prefilled: Option<Instant>,
+    /// For what that prefill answered as `kv_transfer_params`.
+    pub(super) params_memory: Option<MemoryCharge>,
+}
+
+/// A leg in flight.
+pub(super) struct InFlightLeg {
+    pub(super) client: ClientId,
+    pub(super) part: usize,
+    pub(super) role: Role,
+    pub(super) engine: EngineId,
+    /// The request id if it names addresses of instances.
+    pub(super) inner_id: Option<Arc<str>>,
+    pub(super) http: Endpoint,
+    /// The prefill's answer is what the decode reads by.
+    pub(super) wants_params: bool,
+    /// The instance tells what became of the KV.
+    pub(super) reports_failures: bool,
+    pub(super) sent: Instant,
+    pub(super) times: InstanceTimes,
+    pub(super) task: JoinHandle<()>,
+    /// Cuts the stream when it is dropped.
+    pub(super) cut: Option<oneshot::Sender<()>>,
+    pub(super) span: Option<OpenSpan>,
+}

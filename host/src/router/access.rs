@@ -4,6 +4,8 @@
 //! serves requests for names of this machine only, and not for pages of others.
 
 use super::error::HttpError;
+use axum::extract::Request;
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use clap::Args;
 use hyper::header::{
@@ -109,8 +111,8 @@ impl AccessRules {
         };
         if is_refused {
             let message = format!(
-                "pages of origin {} may not ask here: if they are to, give the router \
-                 --cors-allow-origin ORIGIN",
+                "pages of origin {} may not ask here: ask without a browser (the router takes pages \
+                 by --cors-allow-origin ORIGIN)",
                 shown(origin)
             );
             return refused(HttpError::new(StatusCode::FORBIDDEN, &message));
@@ -151,8 +153,8 @@ impl AccessRules {
             return None;
         }
         let message = format!(
-            "Host {} is not a name of this machine's loopback: ask by localhost or 127.0.0.1, or \
-             give the router --allow-host NAME",
+            "Host {} is not a name of this machine's loopback: ask by localhost or 127.0.0.1 (the \
+             router takes other names by --allow-host NAME)",
             headers.get(HOST).map_or_else(|| shown_text(&uri.to_string()), shown)
         );
         Some(HttpError::new(StatusCode::FORBIDDEN, &message))
@@ -172,6 +174,21 @@ impl AccessRules {
             || name.eq_ignore_ascii_case("localhost")
             || self.hosts.iter().any(|own| own.eq_ignore_ascii_case(name))
     }
+}
+
+/// An app whose listener has an address and no options of access: at loopback it serves names and
+/// pages of this machine only.
+pub(crate) fn guarded(app: axum::Router, at: SocketAddr) -> axum::Router {
+    let rules = AccessArgs::default().for_operators(at);
+    app.layer(from_fn(move |request: Request, next: Next| {
+        let access = rules.check(request.method(), request.uri(), request.headers());
+        async move {
+            match access {
+                Access::Serve(_) => next.run(request).await,
+                Access::Answer(answer) => *answer,
+            }
+        }
+    }))
 }
 
 /// Refuses a request that a page of another origin than the listener's own makes.

@@ -47,6 +47,7 @@ mod server;
 mod sse;
 mod static_instances;
 
+pub(crate) use access::guarded;
 pub(crate) use args::RouterArgs;
 pub use in_process::{HeldByRouter, RouterInProcess};
 pub(crate) use pool::chain;

@@ -22,6 +22,7 @@ use crate::instance::{
 use crate::process::{
     CommandError, Exit, PatientListener, ShutdownSignals, logs, raise_open_files,
 };
+use crate::router::guarded;
 use crate::spans::SpanTracer;
 use actix::{Addr, System};
 use args::ServePlan;
@@ -137,7 +138,7 @@ async fn serve(
     writeln!(out, "{}", serde_json::to_string(&ready).expect("names and numbers"))?;
     out.flush()?;
     tracing::info!(http = address, handshake = &*handshake.0, notify = &*notify.0, "serving");
-    let app = http::app(shared.clone());
+    let app = guarded(http::app(shared.clone()), listener.local_addr()?);
     let stop = stopped(ends, instance.address().clone(), shared, metrics);
     let listener = PatientListener::new(listener, "requests");
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;

@@ -7,6 +7,7 @@ use crate::instance::{
     PlaneCounters, TransferLog, metrics_answer, metrics_text,
 };
 use crate::process::PatientListener;
+use crate::router::guarded;
 use crate::spans::SpanArgs;
 use actix::{Message, Recipient};
 use axum::extract::State;
@@ -264,7 +265,11 @@ pub(super) async fn listen(address: Option<&str>) -> Result<Option<TcpListener>,
 pub(super) async fn serve(listener: Option<TcpListener>, asked: Recipient<Scrape>) {
     let Some(listener) = listener else { return pending().await };
     let app = axum::Router::new().route("/metrics", get(page)).with_state(asked);
-    if let Err(why) = axum::serve(PatientListener::new(listener, "metrics"), app).await {
+    let served = match listener.local_addr() {
+        Ok(at) => axum::serve(PatientListener::new(listener, "metrics"), guarded(app, at)).await,
+        Err(why) => Err(why),
+    };
+    if let Err(why) = served {
         tracing::error!(%why, "metrics are not served any more");
     }
     pending().await

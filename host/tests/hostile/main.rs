@@ -10,6 +10,7 @@ mod descriptors;
 mod flood;
 mod key;
 mod legs;
+mod loopback;
 mod memory;
 mod network;
 mod outside_clients;

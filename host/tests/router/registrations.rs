@@ -98,13 +98,15 @@ async fn odd_registrations_get_their_verdicts_and_end_nothing() {
         router.until("the decode is listed", decodes).await;
         let harmful = HARMFUL.iter().find(|(harmful, _)| *harmful == name).map(|(_, why)| *why);
         // Modes may differ (B4).
-        let taken =
-            (case["accepted"] == true && harmful.is_none()) || name == "mode READ(mismatch)";
+        // Longer than what a link may send before a proof: its connection is cut.
+        let is_cut = name == "big 1MB extra";
+        let taken = (case["accepted"] == true && harmful.is_none() && !is_cut)
+            || name == "mode READ(mismatch)";
         let workers = router.workers().await;
         let prefills: Vec<_> = workers.iter().filter(|it| it["role"] == "prefill").collect();
         assert_eq!(prefills.len(), usize::from(taken), "{name}: {workers:?}");
         let rejected = router.get("/registrations/rejected").await.json();
-        assert_eq!(rejected["total"].as_u64() == Some(0), taken, "{name}: {rejected}");
+        assert_eq!(rejected["total"].as_u64() == Some(0), taken || is_cut, "{name}: {rejected}");
         if let Some(last) = rejected["last"].as_array().unwrap().last() {
             assert!(last["age_seconds"].is_f64() && last["from"].is_string(), "{last}");
             let expected = harmful.map_or("not a registration", |_| "unusable address or size");

@@ -110,7 +110,8 @@ pub(crate) fn post_with(to: &str, path: &str, line: &str, body: &Value) -> (u16,
     exchange(to, head.as_bytes())
 }
 
-fn exchange(to: &str, request: &[u8]) -> (u16, String) {
+/// Status and body of the answer to these bytes.
+pub(crate) fn exchange(to: &str, request: &[u8]) -> (u16, String) {
     let mut stream = TcpStream::connect(to).expect("the instance listens");
     stream.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
     stream.write_all(request).expect("the instance reads");

@@ -105,7 +105,7 @@ impl Drop for SidecarProcess {
 pub(crate) fn scrape(at: SocketAddr) -> String {
     let mut stream = TcpStream::connect(at).expect("the host serves metrics");
     stream.set_read_timeout(Some(PATIENCE)).expect("a time");
-    let request = "GET /metrics HTTP/1.1\r\nHost: kvferry\r\nConnection: close\r\n\r\n";
+    let request = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n";
     stream.write_all(request.as_bytes()).expect("the host reads");
     let mut page = String::new();
     stream.read_to_string(&mut page).expect("a page");

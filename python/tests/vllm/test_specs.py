@@ -122,7 +122,7 @@ def changed(model, is_latent: bool) -> dict:
         return {}
     names = ("served_model_name", "model", "dtype", "hf_config", "revision", "enable_sleep_mode")
     about = {name: getattr(of_model, name) for name in names}
-    return {"model_config": SimpleNamespace(use_mla=True, original_max_model_len=64, **about)}
+    return {"model_config": SimpleNamespace(use_mla=True, original_max_model_len=64, multimodal_config=None, **about)}
 
 
 @pytest.fixture(params=["packed", "plain"])

@@ -29,7 +29,8 @@ impl PromptContent {
     /// The same prompt as an engine renders it that gets other tokens from some place on.
     pub fn rendered(self, word: u64) -> PromptContent {
         let from = (word % self.prefix.len().max(1) as u64) as usize;
-        let own = (from..self.prefix.len()).map(|run| mix(word, run as u64));
+        // Equal hashes say that all before is equal, too.
+        let own = self.prefix[from..].iter().map(|run| mix(mix(word, from as u64), *run));
         let prefix = self.prefix[..from].iter().copied().chain(own).collect();
         PromptContent { prefix, tail: mix(word, self.tail), ..self }
     }

@@ -3,6 +3,7 @@
 use super::body_chain::BodyChain;
 use super::error::HttpError;
 use super::handler::RequestHandler;
+use super::identity::ROUTER;
 use super::leg::{self, JSON};
 use super::metrics::{role_name, state_name};
 use super::model_lists::ModelLists;
@@ -14,7 +15,7 @@ use axum::body::Body;
 use axum::response::{Html, IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::header::{AUTHORIZATION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::header::{AUTHORIZATION, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderMap};
 use hyper::{Request, StatusCode, Uri};
 use kvferry_engine::actors::Query;
 use kvferry_engine::core::message::{Mode, Role};
@@ -347,11 +348,13 @@ impl Admin {
 
     /// Asks instances until each model that is known to be served is in a list.
     async fn ask_for_models(&self, client: &HeaderMap) -> Result<Response, HttpError> {
+        let settings = &self.handler.settings;
+        let mut headers = HeaderMap::from_iter([(ROUTER, settings.identity.appended(client)?)]);
+        let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
+        headers.extend(key.map(|key| (AUTHORIZATION, key.clone())));
         let state = self.state().await?;
         let mut ready: Vec<_> = state.workers.iter().filter(|it| it.serves).collect();
         ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
-        let settings = &self.handler.settings;
-        let key = settings.authorization.as_ref().or_else(|| client.get(AUTHORIZATION));
         let mut why =
             "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
         // Lists are short: all clients that ask for them have one share.
@@ -362,7 +365,7 @@ impl Admin {
                 continue;
             }
             asked += 1;
-            let answer = timeout(PATIENCE, self.models_of(worker, key)).await;
+            let answer = timeout(PATIENCE, self.models_of(worker, &headers)).await;
             match answer.unwrap_or_else(|_| Err(format!("no answer within {PATIENCE:?}"))) {
                 Ok((status, body)) => {
                     memory.add(body.len()).map_err(|why| why.error("the list of models"))?;
@@ -386,13 +389,11 @@ impl Admin {
     async fn models_of(
         &self,
         worker: &ListedInstance,
-        key: Option<&HeaderValue>,
+        headers: &HeaderMap,
     ) -> Result<(StatusCode, Bytes), String> {
         let mut request = Request::new(Full::<Bytes>::default());
         *request.uri_mut() = Uri::from_static("/v1/models");
-        if let Some(key) = key {
-            request.headers_mut().insert(AUTHORIZATION, key.clone());
-        }
+        request.headers_mut().clone_from(headers);
         let answer = self.pool.send(&worker.http, request).await?;
         let (head, body) = answer.into_parts();
         if head.status.is_server_error() {

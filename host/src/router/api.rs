@@ -3,6 +3,7 @@
 use super::body_chain::BodyChain;
 use super::error::HttpError;
 use super::fields::{FieldEdit, JsonFields, Splices};
+use super::headers::is_usable;
 use super::lax;
 use super::prompts::{PromptRange, check_parts, estimate, prompts};
 use bytes::Bytes;
@@ -192,10 +193,7 @@ impl GenerationRequest {
         }
         let seed = fields.get("seed").filter(|_| samples > 1).and_then(lax::integer);
         let output = output(&fields);
-        // What is no name the instance refuses in its own words.
-        let model =
-            fields.get("model").and_then(|model| serde_json::from_slice::<String>(model).ok());
-        let model = model.filter(|model| !model.is_empty()).map(Arc::from);
+        let model = model_name(&fields).map(Arc::from);
         let asked = GenerationRequest {
             api,
             fields,
@@ -252,20 +250,77 @@ impl GenerationRequest {
 /// Edits of the `sampling_params` of a prefill leg.
 static ONE_SAMPLED: [(&str, FieldEdit); 2] = [("max_tokens", put(b"1")), ("min_tokens", put(b"1"))];
 
+/// Longest beginning of a model's name that is kept, in bytes: more than of any model that an
+/// instance serves, so that a longer name is none of these.
+const MODEL_KEPT: usize = 1024;
+
+/// The model that a body names, if it names one. A value that is not a string is left to the
+/// instance, which refuses it.
+pub(crate) fn model_name(fields: &JsonFields) -> Option<String> {
+    let name = fields.get("model").and_then(lax::string)?;
+    let kept = &name[..name.floor_char_boundary(MODEL_KEPT)];
+    (!kept.is_empty()).then(|| kept.to_owned())
+}
+
+/// The object that the body of a passed request is, without the client's `kv_transfer_params`, and
+/// without a `request_id` that is not usable.
+///
+/// # Errors
+/// A body that is not a JSON object, or has too many members.
+pub(crate) fn passed_fields(body: Bytes) -> Result<JsonFields, HttpError> {
+    let fields = JsonFields::parse(body).map_err(|why| HttpError::bad(&why.of("the body"), ""))?;
+    let mut splices = Splices::default();
+    clean_members(&fields, &[("kv_transfer_params", FieldEdit::Drop)], &mut splices)?;
+    spliced(fields, splices)
+}
+
 /// The body without members whose keys come again, so that legs have few changes, and without the
 /// client's `kv_transfer_params` where engines read them beside the member of that name: vLLM makes
 /// both of these its `extra_args`.
 fn cleaned(api: Api, fields: JsonFields) -> Result<JsonFields, HttpError> {
     let mut splices = Splices::default();
-    fields.edit(&[], &mut splices);
-    let sampling_params = sampling_params(api, &fields)?;
-    if let Some(params) = &sampling_params {
+    clean_members(&fields, &[], &mut splices)?;
+    if let Some(params) = sampling_params(api, &fields)? {
         params.edit(&[], &mut splices);
+        drop_transfer(&params, "extra_args", "sampling_params.extra_args", &mut splices)?;
     }
-    let extra_args = sampling_params.and_then(|params| params.object("extra_args"));
-    for object in fields.object("vllm_xargs").iter().chain(&extra_args) {
-        object.edit(&[("kv_transfer_params", FieldEdit::Drop)], &mut splices);
+    spliced(fields, splices)
+}
+
+/// Adds these edits of a body, and those that remove what engines do not get of clients: an id of
+/// the request that is not usable, and transfer parameters in `vllm_xargs`.
+fn clean_members(
+    fields: &JsonFields,
+    edits: &[(&str, FieldEdit)],
+    splices: &mut Splices,
+) -> Result<(), HttpError> {
+    let mut edits = edits.to_vec();
+    // vLLM takes the id of a response from it, whatever the header is.
+    let id = fields.get("request_id").map(lax::string);
+    if id.is_some_and(|id| !id.is_some_and(|id| is_usable(id.as_bytes()))) {
+        edits.push(("request_id", FieldEdit::Drop));
     }
+    fields.edit(&edits, splices);
+    drop_transfer(fields, "vllm_xargs", "vllm_xargs", splices)
+}
+
+/// Removes `kv_transfer_params` of the object under a key, which errors call `param`.
+fn drop_transfer(
+    fields: &JsonFields,
+    key: &str,
+    param: &str,
+    splices: &mut Splices,
+) -> Result<(), HttpError> {
+    let object = fields.checked_object(key);
+    let object = object.map_err(|why| HttpError::bad(&why.of(param), param))?;
+    if let Some(object) = object {
+        object.edit(&[("kv_transfer_params", FieldEdit::Drop)], splices);
+    }
+    Ok(())
+}
+
+/// The object with these changes.
+fn spliced(fields: JsonFields, splices: Splices) -> Result<JsonFields, HttpError> {
     if splices.is_empty() {
         return Ok(fields);
     }
@@ -356,6 +411,41 @@ mod tests {
         for bad in ["[]", "{}", "1", "[{}]", "null", "[NaN]"] {
             assert_eq!(count(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn passed_bodies_lose_transfer_parameters_and_unusable_ids() {
+        let passed = |text: &str| {
+            let fields = passed_fields(Bytes::copy_from_slice(text.as_bytes()));
+            fields.map(|fields| String::from_utf8(fields.text().to_vec()).unwrap())
+        };
+        let kept = r#"{"model": "m", "request_id": "mine", "vllm_xargs": {"a": 1}}"#;
+        assert_eq!(passed(kept).unwrap(), kept);
+        for given in [
+            r#"{"a":1,"kv_transfer_params":{"x":1}}"#,
+            r#"{"kv_transfer_params":{},"a":1,"kv_transfer_params":{}}"#,
+            r#"{"a":1,"\u006bv_transfer_params":{}}"#,
+            r#"{"a":1,"request_id":"x___decode_addr_y"}"#,
+            r#"{"a":1,"request_id":"x_\u005fdecode_addr_y"}"#,
+            r#"{"a":1,"request_id":"a b"}"#,
+        ] {
+            assert_eq!(passed(given).unwrap(), r#"{"a":1}"#, "{given}");
+        }
+        let inner = r#"{"vllm_xargs":{"kv_transfer_params":{"x":1},"b":2}}"#;
+        assert_eq!(passed(inner).unwrap(), r#"{"vllm_xargs":{"b":2}}"#);
+        assert_eq!(passed("{").unwrap_err().status, 400);
+    }
+
+    #[test]
+    fn long_model_names_are_cut_behind_all_that_are_served() {
+        let name = |name: &str| {
+            let text = format!("{{\"model\":{name}}}");
+            model_name(&JsonFields::parse(text.into()).unwrap())
+        };
+        assert_eq!(name("\"m\""), Some("m".to_owned()));
+        assert_eq!((name("\"\""), name("null"), name("3")), (None, None, None));
+        let long = name(&format!("\"{}\"", "\u{e4}".repeat(MODEL_KEPT))).unwrap();
+        assert_eq!(long.len(), MODEL_KEPT);
     }
 
     #[test]

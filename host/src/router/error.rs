@@ -14,6 +14,10 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Longest error object of an instance that clients get as it is, in bytes. Such errors are kept
+/// until the request is answered, and are not charged.
+pub(crate) const RELAYED_MAX: usize = 16 << 10;
+
 /// Characters of a client's name for a model that it is shown.
 const NAME_SHOWN: usize = 200;
 
@@ -144,9 +148,11 @@ impl HttpError {
 
     /// An instance's own words if they are an error object, else as the message of one.
     pub(crate) fn relayed(status: StatusCode, body: Bytes) -> HttpError {
-        let is_error = JsonFields::parse(body.clone()).is_ok_and(|object| {
+        let is_object = |object: JsonFields| {
             object.get("error").is_some() || object.get("object") == Some(b"\"error\"")
-        });
+        };
+        let is_error =
+            body.len() <= RELAYED_MAX && JsonFields::parse(body.clone()).is_ok_and(is_object);
         if is_error {
             return HttpError { status, body, retry_after: None };
         }
@@ -170,7 +176,16 @@ impl HttpError {
             Api::Messages => [b"event: error\ndata: ", b"\n\n"],
             _ => [b"data: ", b"\n\ndata: [DONE]\n\n"],
         };
-        [begin, &self.clone().of(api).body, end].concat().into()
+        let mut event = [begin, &self.clone().of(api).body, end].concat();
+        // An instance may have sent its error in several lines, which would end the event. Within
+        // the strings of JSON there are none.
+        let body = begin.len()..event.len() - end.len();
+        for byte in &mut event[body] {
+            if matches!(byte, b'\r' | b'\n') {
+                *byte = b' ';
+            }
+        }
+        event.into()
     }
 
     /// The same in the form of a path: of /v1/messages that is Anthropic's.
@@ -226,6 +241,14 @@ mod tests {
     }
 
     #[test]
+    fn error_of_several_lines_is_one_line_of_an_event() {
+        let body = Bytes::from_static(b"{\n\"error\":\r\n\r\n{\"message\": \"a\\nb\"}\n\n}");
+        let event = HttpError::relayed(StatusCode::BAD_GATEWAY, body).event(Api::Chat);
+        let expected = "data: { \"error\":    {\"message\": \"a\\nb\"}  }\n\ndata: [DONE]\n\n";
+        assert_eq!(event, expected);
+    }
+
+    #[test]
     fn what_instances_say_is_kept_only_if_it_is_an_error_object() {
         let relayed = |body: &'static str| {
             let refusal =
@@ -234,6 +257,9 @@ mod tests {
         };
         assert_eq!(relayed(r#"{"error":{"message":"m"}}"#)["error"]["message"], "m");
         assert_eq!(relayed(r#"{"object":"error","message":"m"}"#)["message"], "m");
+        let long = format!("{{\"error\":{{\"message\":\"{}\"}}}}", "m".repeat(RELAYED_MAX));
+        let cut = relayed(long.leak())["error"]["message"].as_str().unwrap().len();
+        assert!((1000..1100).contains(&cut), "{cut}");
         for text in ["not json", "{}", "[1]", ""] {
             let object = relayed(text);
             let message = object["error"]["message"].as_str().unwrap();

@@ -12,6 +12,10 @@ use std::ops::Range;
 /// bounded by the length of the text alone.
 pub(crate) const MEMBERS_MAX: usize = 1024;
 
+/// Longest key that is kept, in bytes with its escapes. The router reads and edits no key that is as
+/// long: members with a longer one stay as they are, also if their keys come again.
+const KEY_MAX: usize = 256;
+
 /// Error of a text that is not an object the router can edit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldsError {
@@ -97,9 +101,11 @@ impl JsonFields {
                 return Err(FieldsError::Members);
             }
             let start = key.start - 1;
-            let before = by_key.insert(unescaped(&text[key]).into(), members.len());
-            if let Some(before) = before {
-                members[before].is_superseded = true;
+            if key.len() <= KEY_MAX {
+                let before = by_key.insert(unescaped(&text[key]).into(), members.len());
+                if let Some(before) = before {
+                    members[before].is_superseded = true;
+                }
             }
             members.push(MemberRanges { start, value, is_superseded: false });
             Ok(())
@@ -120,6 +126,15 @@ impl JsonFields {
     pub(crate) fn range(&self, key: &str) -> Option<Range<usize>> {
         let range = self.member(key)?.value.clone();
         Some(range).filter(|range| &self.text[range.clone()] != b"null")
+    }
+
+    /// The object under a key; none if the value is missing or is not an object.
+    ///
+    /// # Errors
+    /// An object with too many members.
+    pub(crate) fn checked_object(&self, key: &str) -> Result<Option<JsonFields>, FieldsError> {
+        let range = self.range(key).filter(|range| self.text[range.start] == b'{');
+        range.map(|range| JsonFields::within(self.text.clone(), range)).transpose()
     }
 
     /// The object under a key; none if there is none, or it cannot be edited.
@@ -365,6 +380,19 @@ mod tests {
         assert_eq!(parsed(&object(MEMBERS_MAX + 1)).err(), Some(FieldsError::Members));
         // Only objects that are edited have the limit.
         assert!(parsed(&format!("{{\"logit_bias\":{}}}", object(40_000))).is_ok());
+    }
+
+    #[test]
+    fn longer_keys_than_any_that_is_read_are_not_kept() {
+        let key = "k".repeat(KEY_MAX + 1);
+        let text = format!("{{\"{key}\":1,\"{key}\":2,\"a\":3}}");
+        assert_eq!(parsed(&text).unwrap().by_key.len(), 1);
+        assert_eq!(edited(&text, &[]), text);
+        let without = format!("{{\"{key}\":1,\"{key}\":2}}");
+        assert_eq!(edited(&text, &[("a", FieldEdit::Drop)]), without);
+        let escaped: String = "kv_transfer_params".bytes().map(|c| format!("\\u{c:04x}")).collect();
+        let text = format!("{{\"{escaped}\":1}}");
+        assert_eq!(edited(&text, &[("kv_transfer_params", FieldEdit::Drop)]), "{}");
     }
 
     #[test]

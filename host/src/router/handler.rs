@@ -30,7 +30,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// Bytes of memory that the legs of one part take beside the body: their edits and headers.
+/// Bytes of memory that the legs of one part take beside the body and the client's headers: their
+/// edits, and headers of the router.
 const LEG_BYTES: usize = 4 << 10;
 
 pub(crate) struct RequestHandler {
@@ -84,7 +85,9 @@ impl RequestHandler {
             JsonFields::parse(body).map_err(|why| HttpError::bad(&why.of("the body"), ""))?;
         let (asked, prompts) =
             GenerationRequest::read(api, fields, limits.prefix_tokens, limits.parts)?;
-        let legs = memory.add(asked.parts.len() * LEG_BYTES);
+        // Each of the two legs has a copy of the headers.
+        let of_part = LEG_BYTES + 2 * headers::bytes(&headers);
+        let legs = memory.add(asked.parts.len() * of_part);
         legs.map_err(|why| why.error("the legs of the request"))?;
         let spans = self.leg_tracer(&asked, span.as_mut());
         let job = Arc::new(RoutedRequest::new((asked, memory), headers, id.clone(), spans));

@@ -107,12 +107,20 @@ impl ClientRequestId {
     }
 }
 
-fn is_usable(id: &[u8]) -> bool {
+/// True if engines may get this request id of a client.
+pub(crate) fn is_usable(id: &[u8]) -> bool {
     // Engines dial what they find behind such a mark.
     let marked = ["_prefill_addr_", "_decode_addr_"]
         .iter()
         .any(|mark| memchr::memmem::find(id, mark.as_bytes()).is_some());
     (1..=ID_MAX).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic) && !marked
+}
+
+/// Bytes of memory that a copy of these headers takes, about.
+pub(crate) fn bytes(headers: &HeaderMap) -> usize {
+    // An entry has a hash, two lengths and two references beside its texts.
+    const ENTRY: usize = 96;
+    headers.iter().map(|(name, value)| name.as_str().len() + value.len() + ENTRY).sum()
 }
 
 /// Headers that engines get of a client's request, in one pass.
@@ -198,6 +206,13 @@ mod tests {
         };
         with(None, "x-api-key", "k");
         with(Some(&own), "authorization", "Bearer ours");
+    }
+
+    #[test]
+    fn bytes_of_headers_grow_with_their_names_and_values() {
+        let short = map(&[("x-a", "1")]);
+        let long = map(&[("x-a", "1234"), ("x-a", "1")]);
+        assert!(bytes(&short) > 4 && bytes(&long) == 2 * bytes(&short) + 3);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::args::HttpLimits;
 use super::body_chain::BodyChain;
-use super::error::HttpError;
+use super::error::{HttpError, RELAYED_MAX};
 use super::memory_budget::{ByteCollector, ChargedBytes, MemoryCharge, MemoryRefusal};
 use super::pool::{ConnectionPool, PooledBody, chain};
 use super::retry_after::retry_after;
@@ -28,7 +28,7 @@ use std::time::{Duration, SystemTime};
 use tokio::time::timeout;
 
 /// Longest error answer that is kept, in bytes.
-const ERROR_MAX: usize = 1 << 20;
+const ERROR_MAX: usize = RELAYED_MAX;
 
 /// Why a leg failed.
 #[derive(Clone, Debug)]

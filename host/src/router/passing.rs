@@ -1,6 +1,7 @@
 //! Requests that are passed to instances as they are, by the table of [`paths`](super::paths).
 
 use super::access::check_same_origin;
+use super::api;
 use super::error::HttpError;
 use super::exchange::{ClientExchange, source_of};
 use super::handler::RequestHandler;
@@ -8,11 +9,13 @@ use super::headers;
 use super::leg::{self, REQUEST_ID};
 use super::metrics::role_name;
 use super::paths::{PassedPath, PathTarget};
-use super::pool::{ConnectionPool, PooledBody, chain};
+use super::pool::{ConnectionPool, PooledBody, SendError, chain};
 use crate::process::lock;
 use axum::body::Body;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
+use futures_util::StreamExt;
+use futures_util::stream;
 use http_body_util::Full;
 use hyper::body::{Body as HttpBody, Frame, SizeHint};
 use hyper::header::{CONTENT_TYPE, HeaderMap};
@@ -23,10 +26,10 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, NAMED_MODELS_MAX, Router};
 use kvferry_engine::fabric::Endpoint;
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
-use std::borrow::Cow;
+use serde::Serialize;
+use serde_json::value::{RawValue, to_raw_value};
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::ready;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
@@ -38,6 +41,9 @@ const TRIES: usize = 3;
 
 /// Instances that are asked at a time for an answer of all.
 const ASKED_AT_ONCE: usize = 32;
+
+/// Time for the answer of one instance among those of all, if `--answer-timeout` is not shorter.
+const ANSWER_OF_ALL: Duration = Duration::from_secs(60);
 
 /// Longest answer of one instance among those of all, in bytes.
 const ANSWER_MAX: usize = 64 << 10;
@@ -128,20 +134,29 @@ struct ListedAnswer {
     http: Endpoint,
     role: &'static str,
     status: Option<u16>,
-    /// JSON, or text.
-    body: Value,
+    /// JSON, or a string of what is not JSON.
+    body: Option<Box<RawValue>>,
     error: Option<String>,
 }
 
-/// The model that a body names.
-fn model_of(body: &[u8]) -> Option<Cow<'_, str>> {
-    #[derive(Deserialize)]
-    struct ModelField<'a> {
-        #[serde(borrow)]
-        model: Option<Cow<'a, str>>,
+/// The answers of all, in the order of their addresses.
+#[derive(Serialize)]
+struct ListedAnswers {
+    instances: Vec<ListedAnswer>,
+}
+
+/// The body as instances get it, and the model that it names. Only a JSON object has fields that
+/// matter here: any other body stays as it is.
+///
+/// # Errors
+/// An object that the router cannot read.
+fn cleaned(body: Bytes) -> Result<(Bytes, Option<String>), HttpError> {
+    if !body.trim_ascii_start().starts_with(b"{") {
+        return Ok((body, None));
     }
-    let field = serde_json::from_slice::<ModelField<'_>>(body).ok()?;
-    field.model.filter(|model| !model.is_empty())
+    // A body that is changed is no longer than before, and the one before is gone then.
+    let fields = api::passed_fields(body)?;
+    Ok((fields.text().clone(), api::model_name(&fields)))
 }
 
 /// The same request for another instance.
@@ -207,10 +222,12 @@ impl PathProxy {
         if row.target == PathTarget::All {
             check_same_origin(&parts.headers)?;
         }
-        self.check_open()?;
+        if row.target != PathTarget::All {
+            self.check_open()?;
+        }
         let (connection, source) = source_of(&parts.extensions);
         let mut memory = handler.memory.charge(source);
-        let body = handler.body(body, &mut memory).await?;
+        let (body, model) = cleaned(handler.body(body, &mut memory).await?)?;
         if let Some(connection) = connection {
             connection.begin();
         }
@@ -219,7 +236,6 @@ impl PathProxy {
         let passed = PassedOn { method: parts.method.clone(), uri, headers, body };
         match row.target {
             PathTarget::One => {
-                let model = model_of(&passed.body).map(Cow::into_owned);
                 let to = self.servers(model).await?;
                 self.to_one(&to, &passed).await
             }
@@ -279,13 +295,14 @@ impl PathProxy {
         })
     }
 
-    /// Passes it to the first of these that can be reached.
+    /// Passes it to the first of these that can be reached. A request that an instance may have
+    /// got goes to another one only if it changes nothing.
     async fn to_one(&self, to: &[Endpoint], passed: &PassedOn) -> Result<Response, HttpError> {
         let limits = &self.handler.settings.limits;
         let mut trouble = String::new();
         for to in to.iter().take(TRIES) {
             let under_way = self.under_way.begin(to);
-            let sent = timeout(limits.answer, self.pool.send(to, passed.request())).await;
+            let sent = timeout(limits.answer, self.pool.try_send(to, passed.request())).await;
             match sent {
                 Ok(Ok(answer)) => {
                     let (head, body) = answer.into_parts();
@@ -297,7 +314,12 @@ impl PathProxy {
                     *response.headers_mut() = headers::to_client(&head.headers);
                     return Ok(response);
                 }
-                Ok(Err(why)) => trouble = format!("instance {to}: {why}"),
+                Ok(Err(SendError { why, is_unsent })) => {
+                    trouble = format!("instance {to}: {why}");
+                    if !is_unsent && passed.method != Method::GET {
+                        break;
+                    }
+                }
                 Err(_) => {
                     trouble = format!("instance {to}: no answer within {:?}", limits.answer);
                     break;
@@ -322,28 +344,22 @@ impl PathProxy {
                 all
             })
             .await?;
-        let all: Vec<_> = all.into_iter().collect();
-        let mut answers = Vec::with_capacity(all.len());
-        for some in all.chunks(ASKED_AT_ONCE) {
-            let asked = some.iter().map(|(http, (role, state))| {
-                let (proxy, passed) = (self.clone(), passed.clone());
-                let (http, role, state) = (http.clone(), *role, *state);
-                actix::spawn(async move { proxy.one_of_all(http, role, state, &passed).await })
-            });
-            // All are asked before the first answer is waited for.
-            let asked: Vec<_> = asked.collect();
-            for answer in asked {
-                answers.extend(answer.await.ok());
-            }
-        }
+        let asked = all.into_iter().map(|(http, (role, state))| {
+            let (proxy, passed) = (self.clone(), passed.clone());
+            // A task, which goes on if the operator does not wait for the answer.
+            actix::spawn(async move { proxy.one_of_all(http, role, state, &passed).await })
+        });
+        let asked = stream::iter(asked).buffer_unordered(ASKED_AT_ONCE);
+        let answered = asked.filter_map(|answer| ready(answer.ok()));
+        let mut answers: Vec<ListedAnswer> = answered.collect().await;
+        answers.sort_by(|one, other| one.http.cmp(&other.http));
         let is_ok = |it: &ListedAnswer| it.status.is_some_and(|it| (200..300).contains(&it));
         let status = match (answers.is_empty(), answers.iter().all(is_ok)) {
             (true, _) => StatusCode::SERVICE_UNAVAILABLE,
             (false, true) => StatusCode::OK,
             (false, false) => StatusCode::BAD_GATEWAY,
         };
-        let listed = serde_json::json!({ "instances": answers });
-        Ok((status, axum::Json(listed)).into_response())
+        Ok((status, axum::Json(ListedAnswers { instances: answers })).into_response())
     }
 
     async fn one_of_all(
@@ -362,14 +378,15 @@ impl PathProxy {
             let (head, body) = self.pool.send(&http, passed.request()).await?.into_parts();
             Ok((head.status.as_u16(), leg::collect(body, ANSWER_MAX, limits.idle).await?))
         };
-        let asked = timeout(limits.answer, asked).await;
-        let asked = asked.unwrap_or_else(|_| Err(format!("no answer within {:?}", limits.answer)));
+        let patience = limits.answer.min(ANSWER_OF_ALL);
+        let asked = timeout(patience, asked).await;
+        let asked = asked.unwrap_or_else(|_| Err(format!("no answer within {patience:?}")));
         let (status, body, error) = match asked {
             Ok((status, body)) => {
-                let text = || Value::String(String::from_utf8_lossy(&body).into_owned());
-                (Some(status), serde_json::from_slice(&body).unwrap_or_else(|_| text()), None)
+                let text = || to_raw_value(&String::from_utf8_lossy(&body)).ok();
+                (Some(status), serde_json::from_slice(&body).ok().or_else(text), None)
             }
-            Err(why) => (None, Value::Null, Some(why)),
+            Err(why) => (None, None, Some(why)),
         };
         ListedAnswer { http, role: role_name(role), status, body, error }
     }

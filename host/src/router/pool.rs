@@ -54,6 +54,20 @@ struct IdleConnections {
 /// Bytes to and from an instance.
 type LegStream = Either<TcpStream, Box<TlsStream<TcpStream>>>;
 
+/// Error of a request without an answer.
+#[derive(Debug)]
+pub(crate) struct SendError {
+    pub(crate) why: String,
+    /// True if the instance got nothing of the request.
+    pub(crate) is_unsent: bool,
+}
+
+impl SendError {
+    fn unsent(why: String) -> SendError {
+        SendError { why, is_unsent: true }
+    }
+}
+
 struct PooledConnection {
     sender: SendRequest<BodyChain>,
     connection: Connection<TokioIo<LegStream>, BodyChain>,
@@ -95,15 +109,28 @@ impl ConnectionPool {
         to: &Endpoint,
         request: Request<B>,
     ) -> Result<Response<PooledBody>, String> {
+        self.try_send(to, request).await.map_err(|error| error.why)
+    }
+
+    /// Sends a request as [`send`](ConnectionPool::send) does.
+    ///
+    /// # Errors
+    /// The same, with whether the instance may have got the request.
+    pub(crate) async fn try_send<B: Into<BodyChain>>(
+        &self,
+        to: &Endpoint,
+        request: Request<B>,
+    ) -> Result<Response<PooledBody>, SendError> {
         let mut request = request.map(Into::into);
-        let host = HeaderValue::from_str(&to.0).map_err(|why| format!("{to}: {why}"))?;
+        let host = HeaderValue::from_str(&to.0);
+        let host = host.map_err(|why| SendError::unsent(format!("{to}: {why}")))?;
         request.headers_mut().insert(HOST, host);
         loop {
             let waited = poll_fn(|context| Poll::Ready(self.take(to, context))).await;
             let is_new = waited.is_none();
             let mut line = match waited {
                 Some(line) => line,
-                None => self.dial(to).await?,
+                None => self.dial(to).await.map_err(SendError::unsent)?,
             };
             let mut answer = pin!(line.sender.try_send_request(request));
             let answer = poll_fn(|context| {
@@ -118,7 +145,10 @@ impl ConnectionPool {
                 // The instance closed it before it took anything of the request.
                 Err(mut why) => match why.take_message() {
                     Some(unsent) if !is_new => request = unsent,
-                    _ => return Err(chain(&why.into_error())),
+                    unsent => {
+                        let is_unsent = unsent.is_some();
+                        return Err(SendError { why: chain(&why.into_error()), is_unsent });
+                    }
                 },
             }
         }

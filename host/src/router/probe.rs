@@ -6,7 +6,7 @@ use super::leg;
 use super::pool::{ConnectionPool, PooledBody};
 use bytes::Bytes;
 use http_body_util::Full;
-use hyper::header::{AUTHORIZATION, HeaderValue};
+use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use hyper::{Request, Response, Uri};
 use kvferry_engine::actors::Input;
 use kvferry_engine::core::message::ServedModels;
@@ -48,7 +48,7 @@ pub(crate) fn start(
     // The task ends within its patience.
     let _detached = actix::spawn(async move {
         let answers = !is_unproven || {
-            let asked = timeout(PATIENCE, ask(&to, &pool, "/health", None)).await;
+            let asked = timeout(PATIENCE, ask(&to, &pool, "/health", HeaderMap::new())).await;
             let answer = asked.ok().and_then(Result::ok);
             let answers = answer.is_some_and(|it| {
                 !identity.probed(&to, it.headers()) && it.status().as_u16() < 500
@@ -60,7 +60,7 @@ pub(crate) fn start(
             answers
         };
         let models = match answers && wants_models {
-            true => timeout(PATIENCE, models(&to, &pool, key)).await.ok().flatten(),
+            true => timeout(PATIENCE, models(&to, &pool, key, &identity)).await.ok().flatten(),
             false => None,
         };
         let models = models.map(Arc::new);
@@ -72,13 +72,11 @@ async fn ask(
     to: &Endpoint,
     pool: &ConnectionPool,
     path: &'static str,
-    key: Option<HeaderValue>,
+    headers: HeaderMap,
 ) -> Result<Response<PooledBody>, String> {
     let mut request = Request::new(Full::<Bytes>::default());
     *request.uri_mut() = Uri::from_static(path);
-    if let Some(key) = key {
-        request.headers_mut().insert(AUTHORIZATION, key);
-    }
+    *request.headers_mut() = headers;
     pool.send(to, request).await
 }
 
@@ -87,8 +85,12 @@ async fn models(
     to: &Endpoint,
     pool: &ConnectionPool,
     key: Option<HeaderValue>,
+    identity: &RouterIdentity,
 ) -> Option<ServedModels> {
-    let answer = ask(to, pool, "/v1/models", key).await.ok()?;
+    // An instance that is a router asks its own instances, one of which may be this router.
+    let mut headers = HeaderMap::from_iter([identity.header()]);
+    headers.extend(key.map(|key| (AUTHORIZATION, key)));
+    let answer = ask(to, pool, "/v1/models", headers).await.ok()?;
     if !answer.status().is_success() {
         return None;
     }

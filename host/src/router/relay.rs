@@ -41,12 +41,14 @@ impl FailureScanner {
             }
         }
         self.is_inside = !ends;
-        // An event too long to be looked into has nothing of ours.
-        if self.events.feed(bytes.clone()).is_ok() {
-            while let Some(event) = self.events.next() {
-                let heard = sse::data(&event).and_then(find_failure);
-                self.heard = self.heard.take().or(heard);
-            }
+        if self.events.feed(bytes.clone()).is_err() {
+            // An event that is too long, or that there is no memory for, is not looked into.
+            self.events.clear();
+            return;
+        }
+        while let Some(event) = self.events.next() {
+            let heard = sse::data(&event).and_then(find_failure);
+            self.heard = self.heard.take().or(heard);
         }
     }
 }
@@ -142,8 +144,10 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::router::memory_budget::unbounded;
+    use crate::router::memory_budget::{MemoryBudget, unbounded};
     use hyper::body::Frame;
+    use kvferry_engine::source::PeerSource;
+    use prometheus_client::metrics::counter::Counter;
     use std::convert::Infallible;
     use std::future::poll_fn;
     use std::sync::mpsc::{Receiver, channel};
@@ -233,6 +237,21 @@ mod tests {
         let mut ear = FailureScanner::new(unbounded());
         ear.scan(&Bytes::from_static(b"data: {}\n\n"));
         assert!(!ear.is_inside && ear.heard.is_none());
+    }
+
+    #[test]
+    fn event_beyond_the_memory_is_dropped_with_its_charge() {
+        let budget = MemoryBudget::new(256, Counter::default());
+        let mut ear = FailureScanner::new(budget.charge(PeerSource::new([127, 0, 0, 1].into())));
+        let part = Bytes::from(format!("data: {}", "x".repeat(74)));
+        ear.scan(&part);
+        assert_eq!(budget.held(), 80);
+        ear.scan(&part);
+        assert_eq!(budget.held(), 0);
+        ear.scan(&Bytes::from_static(b"x\n\n"));
+        let told = r#"data: {"kvferry":{"failed":{"why":"w","failure":"PeerSilent"}}}"#;
+        ear.scan(&Bytes::from(format!("{told}\n\n")));
+        assert_eq!(ear.heard.map(|heard| heard.why).as_deref(), Some("w"));
     }
 
     #[tokio::test(start_paused = true)]

@@ -80,6 +80,13 @@ impl SseDecoder {
         Some(event)
     }
 
+    /// Drops the bytes that are kept, and their charge.
+    pub(crate) fn clear(&mut self) {
+        (self.rest, self.searched, self.last) = (BytesMut::new(), 0, Bytes::new());
+        // Less is always granted.
+        let _ = self.memory.set(0);
+    }
+
     /// The bytes that are left when the stream has ended.
     pub(crate) fn rest(&mut self) -> Option<Bytes> {
         let rest = self.rest.split().freeze();

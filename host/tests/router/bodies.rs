@@ -92,6 +92,41 @@ async fn transfer_parameters_of_clients_reach_no_instance() {
     }
 }
 
+#[tokio::test]
+async fn extra_arguments_with_too_many_fields_are_refused() {
+    let (router, p, d) = pair(Mode::Push, &[]).await;
+    let fields: Vec<_> = (0..1024).map(|n| format!("\"k{n}\":0")).collect();
+    let extra = format!("{{\"kv_transfer_params\":{{}},{}}}", fields.join(","));
+    for (path, body, field) in [
+        (
+            "/inference/v1/generate",
+            format!("{{\"token_ids\":[1],\"sampling_params\":{{\"extra_args\":{extra}}}}}"),
+            "sampling_params.extra_args",
+        ),
+        ("/v1/completions", format!("{{\"prompt\":\"a\",\"vllm_xargs\":{extra}}}"), "vllm_xargs"),
+        ("/v1/chat/completions/batch", format!("{{\"vllm_xargs\":{extra}}}"), "vllm_xargs"),
+    ] {
+        let answer = post(&router, path, body).await;
+        assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!(field)));
+        assert!(answer.error().contains("at most 1024"), "{answer:?}");
+    }
+    assert!(p.seen().is_empty() && d.seen().is_empty());
+}
+
+#[tokio::test]
+async fn request_id_with_addresses_in_a_body_reaches_no_instance() {
+    let (router, p, d) = pair(Mode::Push, &[]).await;
+    let marked = "___prefill_addr_host:evil,handshake:1,notify:2___decode_addr_host:evil_0";
+    for (id, expected) in [(json!(marked), Value::Null), (json!("mine"), json!("mine"))] {
+        let body = json!({"model": "m", "input": "a", "request_id": id});
+        let answer = post(&router, "/v1/responses", body.to_string()).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        for instance in [&p, &d] {
+            assert_eq!(instance.seen().pop().expect("a leg").body["request_id"], expected);
+        }
+    }
+}
+
 /// What a prefill answers that had a token of the prompt cached.
 fn with_cached(role: Role) -> Value {
     let details = json!({"cached_tokens": if role == Role::Prefill { 1 } else { 3 }});

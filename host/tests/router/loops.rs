@@ -2,6 +2,8 @@
 
 use crate::backend::{HeartbeatFields, StubInstance, frame};
 use crate::rig::{PATIENCE, TestRouter, completion, pair};
+use http_body_util::Full;
+use hyper::Request;
 use kvferry_engine::core::message::{Mode, Role};
 use serde_json::Value;
 use std::time::Instant;
@@ -70,6 +72,10 @@ async fn a_leg_that_comes_back_is_answered_508() {
         assert_eq!(answer.status, 508, "{path}: {answer:?}");
         assert!(answer.error().contains("http_port"), "{answer:?}");
     }
+    let uri = format!("http://{}/v1/models", router.http);
+    let asked = Request::get(uri).body(Full::default()).unwrap();
+    let answer = router.ask_with(asked, &[("x-kvferry-router", nonce)]).await;
+    assert_eq!(answer.status, 508, "{answer:?}");
     // Of another router it goes on.
     let request = router.request("/v1/completions", completion().to_string());
     let answer = router.ask_with(request, &[("x-kvferry-router", "1234")]).await;

@@ -6,6 +6,7 @@ use http_body_util::Full;
 use hyper::Request;
 use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
+use tokio::net::TcpStream;
 
 /// A router with prefills and decodes that it was named.
 async fn named(prefills: usize, decodes: usize) -> (TestRouter, Vec<StubInstance>) {
@@ -114,12 +115,36 @@ async fn a_passed_request_goes_to_an_instance_that_serves_its_model() {
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (404, &json!("model_not_found")));
     // Of two that would do the one that does not answer is passed over.
     all[0].die();
+    while TcpStream::connect(&all[0].http).await.is_ok() {}
     for _ in 0..2 {
         let answer = router.post("/tokenize", &json!({"prompt": "x"})).await;
         assert_eq!(answer.status, 200, "{answer:?}");
     }
     let nobody = TestRouter::start(&[]);
     assert_eq!(nobody.post("/tokenize", &json!({})).await.status, 503);
+}
+
+#[tokio::test]
+async fn transfer_parameters_in_passed_bodies_reach_no_instance() {
+    let (router, all) = named(1, 1).await;
+    let evil = json!({"do_remote_prefill": true, "remote_host": "10.0.0.1"});
+    let body = json!({"model": "m", "kv_transfer_params": evil, "request_id": "x_prefill_addr_y",
+        "vllm_xargs": {"kv_transfer_params": evil, "mine": 1}});
+    let answer = router.post("/v1/chat/completions/batch", &body).await;
+    assert_eq!(answer.status, 200, "{answer:?}");
+    let expected = json!({"model": "m", "vllm_xargs": {"mine": 1}});
+    assert_eq!(all[1].seen()[0].body, expected);
+}
+
+#[tokio::test]
+async fn passed_request_that_an_instance_may_have_got_goes_to_no_other() {
+    let (router, all) = named(0, 2).await;
+    all.iter().for_each(|it| it.always(Act::Cut));
+    let sent = || all.iter().map(|it| it.seen().len()).sum::<usize>();
+    let answer = router.post("/tokenize", &json!({"prompt": "x"})).await;
+    assert_eq!((answer.status, sent()), (502, 1), "{answer:?}");
+    let answer = router.get_of_client("/version").await;
+    assert_eq!((answer.status, sent()), (502, 3), "{answer:?}");
 }
 
 #[tokio::test]
@@ -136,6 +161,10 @@ async fn passed_requests_have_the_limits_of_others() {
         decode[0].arrival(1).await;
         let answer = router.post("/tokenize", &body).await;
         assert_eq!((answer.status, answer.header("retry-after")), (429, "1"), "{answer:?}");
+        // An operator is not refused.
+        decode[0].on(|_| None);
+        let answer = router.ask_with(router.admin_request("/sleep", "{}"), &[]).await;
+        assert_eq!(answer.status, 200, "{answer:?}");
     };
     tokio::select! {
         answer = held => panic!("{answer:?}"),

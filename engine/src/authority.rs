@@ -8,7 +8,8 @@ const LABEL_MAX: usize = 63;
 
 /// True for an IP address without brackets, or a host name: labels of letters, digits and hyphens
 /// (RFC 952, RFC 1123), and of underscores, which names of containers have. Numbers alone are not a
-/// name, since resolvers take them for an address in another form.
+/// name, since resolvers take them for an address in another form, unless it is a single one that is
+/// too large for an address: the short id of a container may have digits only.
 pub(crate) fn is_host(text: &str) -> bool {
     if text.parse::<Ipv4Addr>().is_ok() || is_ipv6(text) {
         return true;
@@ -27,7 +28,16 @@ pub(crate) fn is_host(text: &str) -> bool {
             || hex.is_some_and(|hex| hex.bytes().all(|c| c.is_ascii_hexdigit()))
     };
     let mut labels = name.split('.');
-    name.len() <= NAME_MAX && labels.clone().all(is_label) && !labels.all(is_number)
+    name.len() <= NAME_MAX
+        && labels.clone().all(is_label)
+        && (!labels.all(is_number) || is_large_number(name))
+}
+
+/// True for decimal digits that no resolver takes for an IPv4 address, in octal neither.
+fn is_large_number(name: &str) -> bool {
+    let fits = |radix| u32::from_str_radix(name, radix).is_ok();
+    let is_decimal = name.bytes().all(|c| c.is_ascii_digit());
+    is_decimal && !fits(10) && !(name.starts_with('0') && fits(8))
 }
 
 /// An IPv6 address, with or without a zone.
@@ -72,6 +82,7 @@ mod tests {
             ("kvferry_prefill_1:8000", "kvferry_prefill_1", Some(8_000)),
             ("3com.example:1", "3com.example", Some(1)),
             ("p2.0", "p2.0", None),
+            ("402938571264:8000", "402938571264", Some(8_000)),
         ] {
             assert_eq!(split(text), Some((host, port)), "{text}");
         }
@@ -107,6 +118,11 @@ mod tests {
             "a-",
             "127.1",
             "2130706433",
+            "4294967295",
+            "000000000001",
+            "037777777777",
+            "0x1234567890ab",
+            "402938571264.1",
             "0x7f.1",
             "0X7F000001",
             "1.2.3.4.5",

@@ -2,7 +2,7 @@
 
 use crate::connection::{ZmqConnection, ZmqPhase};
 use crate::shared::{CONNECTION_CUTS, SendQueueDepth, ZmqEventQueue, ZmqLinkEvent};
-use crate::zmtp::{MESSAGE_MAX, ZmtpEvent};
+use crate::zmtp::{MESSAGE_MAX, NOTIFY_MAX, ZmtpEvent};
 use kvferry_engine::fabric::{LinkId, LinkKind};
 use kvferry_engine::source::{PeerSource, SourceBudget};
 use kvferry_fabric_common::{ACCEPT_PAUSE, AcceptFailures};
@@ -92,7 +92,7 @@ pub(crate) struct ZmqIoThread {
     wake_pending: Arc<AtomicBool>,
     commands: Receiver<ZmqCommand>,
     pub(crate) inbox: Arc<ZmqEventQueue>,
-    /// What a message costs at most until its link is admitted.
+    /// What a message costs at most until its link is admitted, but on links of notifications.
     unproven_max: usize,
     listeners: Vec<ZmqListener>,
     /// By numbers that are never used again, so that those before are older.
@@ -327,7 +327,11 @@ impl ZmqIoThread {
         let data = epoll::EventData::new_u64(token);
         epoll::add(&self.epoll, &connection.socket, data, ready_for())?;
         self.next += 1;
-        connection.reader.set_most(self.unproven_max);
+        let most = match connection.channel {
+            LinkKind::Notify | LinkKind::RankNotify(_) => self.unproven_max.max(NOTIFY_MAX),
+            _ => self.unproven_max,
+        };
+        connection.reader.set_most(most);
         let deadline = Instant::now() + wait;
         (connection.deadline, connection.patience) = (Some(deadline), wait);
         self.deadlines.insert((deadline, token));

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! What MoRIIO peers say goes by as it is: they have no secret. Messages of a link on which nothing was
-//! proven are short ([`UNPROVEN_MAX`]): what strangers say costs little.
+//! proven are short ([`UNPROVEN_MAX`], and [`NOTIFY_MAX`](crate::zmtp::NOTIFY_MAX) for notifications): what
+//! strangers say costs little.
 
 use crate::seal::{ProofFrame, SealedLink};
 use crate::zmtp::UNPROVEN_MAX;

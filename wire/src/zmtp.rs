@@ -25,6 +25,10 @@ pub const MESSAGE_MAX: usize = 17 << 20;
 /// less.
 pub const UNPROVEN_MAX: usize = 1 << 20;
 
+/// Longest message where MoRIIO peers send notifications, which prove nothing: the list of blocks of a
+/// long context has more than 1 MiB if a block has one token.
+pub const NOTIFY_MAX: usize = 8 << 20;
+
 /// What a part costs in memory beside its bytes: its place in the list, which may be twice as long
 /// as it is full, and what the allocator keeps.
 const PART_COST: usize = 64;

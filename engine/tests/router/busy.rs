@@ -279,3 +279,77 @@ fn prompts_of_a_request_beyond_the_room_wait_and_those_that_have_room_go() {
     }
     panic!("it has not ended");
 }
+
+#[test]
+fn refusal_after_the_time_to_find_room_tries_an_idle_instance_first() {
+    let wait_max = Nanos::from_secs(2);
+    let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..config() });
+    for (name, role) in [("p0", Role::Prefill), ("d0", Role::Decode), ("d1", Role::Decode)] {
+        bench.give(RouterInput::Register(native(name, role, Mode::Push)));
+    }
+    let first = sent(bench.ask());
+    let second = sent(bench.leg(first[1].leg, busy(None)));
+    bench.now = Nanos::from_secs(3);
+    let third = sent(bench.leg(second[1].leg, busy(None)));
+    let decodes = [&first, &second, &third].map(|legs| &*legs[1].engine);
+    assert_eq!(decodes, ["d0", "d1", "d0"]);
+}
+
+#[test]
+fn prompts_that_are_served_in_rounds_do_not_fail_while_rounds_go_on() {
+    let mut bench = DiscoveryBench::new(config());
+    for (name, role) in [("p0", Role::Prefill), ("d0", Role::Decode)] {
+        bench.give(RouterInput::Register(native(name, role, Mode::Push)));
+    }
+    let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }; 3 * CAP];
+    let (client, samples, output, model) = (ClientId(99), 1, 4, None);
+    let request = ClientRequest { client, prompts, samples, output, model };
+    let mut legs = sent(bench.give(RouterInput::Request(request)));
+    let is_decode = |it: &SentLeg| it.body.role() == Role::Decode;
+    for _ in 0..100 {
+        let decodes: Vec<_> = legs.iter().filter(|it| is_decode(it)).map(|it| it.leg).collect();
+        for over in decodes.into_iter().skip(CAP).rev() {
+            legs.retain(|it| it.leg != over);
+            assert_eq!(sent(bench.leg(over, busy(None))).len(), 0);
+        }
+        // Each leg takes longer than a request waits.
+        let end = bench.now + config().wait_max + Nanos::from_secs(1);
+        while bench.router.deadline().is_some_and(|at| at <= end) {
+            assert_eq!(bench.tick(), []);
+        }
+        bench.now = end;
+        for ended in std::mem::take(&mut legs).into_iter().filter(is_decode) {
+            let effects = bench.leg(ended.leg, done());
+            if let Some(RouterEffect::Answer { answer, .. }) = effects.last() {
+                assert_eq!(answer, &ClientAnswer::Finished { recomputed: None });
+                return;
+            }
+            legs.extend(sent(effects));
+        }
+    }
+    panic!("it has not ended");
+}
+
+#[test]
+fn leg_refused_after_others_were_taken_leaves_room_for_as_many_as_these() {
+    let mut bench = DiscoveryBench::new(config());
+    for (name, role) in [("p0", Role::Prefill), ("d0", Role::Decode)] {
+        bench.give(RouterInput::Register(native(name, role, Mode::Push)));
+    }
+    let legs: Vec<_> = (0..3).map(|_| sent(bench.ask())).collect();
+    assert!(sent(bench.leg(legs[0][1].leg, busy(None))).is_empty());
+    let limits: Vec<_> = bench.router.instances(bench.now).map(|it| it.legs_max).collect();
+    assert_eq!(limits, [None, Some(2)]);
+}
+
+#[test]
+fn held_legs_do_not_count_as_legs_of_the_instance_that_refused_one() {
+    let pair = BusyPair::new(Role::Decode, true);
+    let mut bench = pair.bench;
+    let legs: Vec<_> = (0..2).map(|_| sent(bench.ask())).collect();
+    let prefilled = LegEvent::Prefilled { params: "{}".into() };
+    let decode = sent(bench.leg(legs[1][0].leg, prefilled));
+    assert_eq!((legs[0].len(), decode.len()), (1, 1), "the decode of the first request is held");
+    bench.leg(decode[0].leg, busy(None));
+    assert_eq!(bench.router.deadline(), Some(Nanos::from_ms(20)), "it pauses");
+}

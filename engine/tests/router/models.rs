@@ -322,3 +322,27 @@ fn models_are_asked_for_where_the_registration_has_none() {
         assert_eq!(models(&bench), Some(known));
     }
 }
+
+#[test]
+fn request_for_a_model_that_the_missing_role_served_once_waits_for_it() {
+    let wait_max = Nanos::from_secs(1);
+    let mut bench = DiscoveryBench::new(RouterConfig { wait_max, ..RouterConfig::default() });
+    register(&mut bench, "p0", served(&["a"]));
+    register(&mut bench, "d0", served(&["a", "lora"]));
+    assert_eq!(lacking(&ask(&mut bench, Some("lora"))), (Role::Prefill, vec!["a"]));
+    register(&mut bench, "p1", served(&["lora"]));
+    let before = one("p1");
+    bench.give(RouterInput::Register(Registration {
+        sequence: before.sequence + 1,
+        draining: true,
+        models: served(&["lora"]),
+        ..before
+    }));
+    assert_eq!(ask(&mut bench, Some("lora")), [], "it may come again");
+    let late = bench.tick();
+    let why = Unavailable::NoRole(Role::Prefill);
+    assert!(
+        matches!(&late[..], [RouterEffect::Answer { answer: ClientAnswer::NoInstance(it), .. }] if *it == why),
+        "{late:?}"
+    );
+}

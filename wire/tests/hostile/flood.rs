@@ -4,7 +4,7 @@ use crate::common::{PATIENCE, TestZmqPlane};
 use crate::victim::{greeted_from, part};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{ControlEvent, ControlPlane, LinkId, LinkKind};
-use kvferry_wire::zmtp::UNPROVEN_MAX;
+use kvferry_wire::zmtp::{MESSAGE_MAX, NOTIFY_MAX, UNPROVEN_MAX};
 use kvferry_wire::{CONNECTION_CUTS, WireConfig};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -118,23 +118,27 @@ fn long_message_before_a_proof_cuts_its_connection_on_every_kind_of_link() {
         LinkKind::Discovery,
     ];
     for kind in kinds {
+        let most = match kind {
+            LinkKind::Notify | LinkKind::RankNotify(_) => NOTIFY_MAX,
+            _ => UNPROVEN_MAX,
+        };
         let config = WireConfig { dial: PATIENCE, ..WireConfig::default() };
         let mut ours = TestZmqPlane::with(config);
         let at = listen(&mut ours, kind);
         let mut stranger = greeted_from(STRANGER, at);
         // It may be cut before all of it is said.
-        let _ = stranger.write_all(&part(false, UNPROVEN_MAX));
+        let _ = stranger.write_all(&part(false, most));
         let taken = ours.wait_for(|event| !matches!(event, ControlEvent::LinkUp { .. }));
         assert!(matches!(taken, ControlEvent::LinkDown { .. }), "{kind:?}: it was taken");
         let mut peer = greeted_from(HONEST, at);
-        peer.write_all(&part(false, UNPROVEN_MAX - 64)).expect("it is read");
+        peer.write_all(&part(false, most - 64)).expect("it is read");
         let (of, parts) = ours.next_frame();
-        assert_eq!(parts[0].len(), UNPROVEN_MAX - 64, "{kind:?}");
+        assert_eq!(parts[0].len(), most - 64, "{kind:?}");
         ours.plane.admit(of);
         // An answer shows that the thread has seen it.
         ours.plane.send(of, &[b"go"]).expect("it is up");
         peer.read_exact(&mut [0; 4]).expect("an answer");
-        peer.write_all(&part(false, 4 * UNPROVEN_MAX)).expect("it is read");
-        assert_eq!(ours.next_frame().1[0].len(), 4 * UNPROVEN_MAX, "{kind:?}");
+        peer.write_all(&part(false, MESSAGE_MAX - 64)).expect("it is read");
+        assert_eq!(ours.next_frame().1[0].len(), MESSAGE_MAX - 64, "{kind:?}");
     }
 }

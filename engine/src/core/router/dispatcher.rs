@@ -33,7 +33,7 @@ pub(super) struct LegInFlight {
     pub(super) prefill: Option<InstanceId>,
     /// What it was charged to its instance.
     tokens: u64,
-    /// Legs that its instance had in flight when it was assigned.
+    /// Legs that its instance had in flight when it was sent.
     ahead: u32,
     /// Of a decode leg that reads by MoRIIO, or between static instances: what is sent when the
     /// prefill has answered.
@@ -276,6 +276,7 @@ impl LegDispatcher {
         if held {
             let waits = self.legs.get_mut(&leg).expect("just assigned");
             waits.held = Some(Box::new((pair, body)));
+            self.registry.instance_mut(decode.instance_id).held += 1;
         } else {
             self.emit(leg, pair, body, turn);
         }
@@ -288,10 +289,9 @@ impl LegDispatcher {
     }
 
     /// Charges a leg to its instance.
-    fn assign(&mut self, mut leg: LegInFlight, prefix: &[u64]) -> LegId {
+    fn assign(&mut self, leg: LegInFlight, prefix: &[u64]) -> LegId {
         let id = LegId(self.next_leg);
         self.next_leg += 1;
-        leg.ahead = self.registry.instance_mut(leg.instance_id).legs.len() as u32;
         self.registry.assign(leg.instance_id, id, leg.client, leg.tokens);
         self.registry.instance_mut(leg.instance_id).prefixes.touch(prefix);
         self.legs.insert(id, leg);
@@ -299,8 +299,11 @@ impl LegDispatcher {
     }
 
     fn emit(&mut self, id: LegId, pair: InstancePair, body: LegBody, turn: &mut RouterTurn<'_>) {
-        let LegInFlight { client, instance_id, .. } = self.legs[&id];
-        let registration = &self.registry.instance_mut(instance_id).registration;
+        let leg = self.legs.get_mut(&id).expect("only legs in flight are sent");
+        let (client, instance_id) = (leg.client, leg.instance_id);
+        let instance = self.registry.instance_mut(instance_id);
+        leg.ahead = instance.sent_legs().saturating_sub(1) as u32;
+        let registration = &instance.registration;
         let (engine, http) = (registration.engine.clone(), registration.http.clone());
         let pair = Box::new(pair);
         turn.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
@@ -321,12 +324,17 @@ impl LegDispatcher {
             *params = answer.cloned();
         }
         self.counters.unread += u64::from(answer.is_none());
+        let instance_id = self.legs[&id].instance_id;
+        self.registry.instance_mut(instance_id).held -= 1;
         self.emit(id, pair, body, turn);
     }
 
     /// Takes a leg that ended out of the tables.
     pub(super) fn end(&mut self, id: LegId) -> LegInFlight {
         let leg = self.legs.remove(&id).expect("only legs in flight end");
+        if leg.held.is_some() {
+            self.registry.instance_mut(leg.instance_id).held -= 1;
+        }
         if self.registry.release(leg.instance_id, id, leg.tokens) {
             self.remove(leg.instance_id);
         }
@@ -365,8 +373,12 @@ impl LegDispatcher {
 
     /// Notes that the instance of a leg in flight refused it as busy.
     pub(super) fn refused(&mut self, now: Nanos, id: LegId, retry_after: Option<Nanos>) {
-        let LegInFlight { instance_id, ahead, .. } = self.legs[&id];
+        let LegInFlight { instance_id, mut ahead, .. } = self.legs[&id];
         let instance = self.registry.instance_mut(instance_id);
+        // Legs that were sent after this one may have come first.
+        if ahead == 0 {
+            ahead = instance.sent_legs().saturating_sub(1) as u32;
+        }
         let http = instance.registration.http.clone();
         let is_shared = self
             .registry
@@ -508,7 +520,9 @@ impl LegDispatcher {
         // What it listed before holds as long as it lists nothing else.
         if let Some(models) = models.filter(|models| models.is_well_formed()) {
             instance.listed_models = Some(models);
+            self.registry.note_models(instance_id);
         }
+        let instance = self.registry.instance_mut(instance_id);
         let is_proven = answers && instance.unproven;
         if is_proven {
             instance.unproven = false;

@@ -8,7 +8,7 @@ use super::requests::{RouterRequest, SampleProgress};
 use super::{Router, RouterTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, LegId};
-use crate::core::message::FinishReason;
+use crate::core::message::{FinishReason, Role};
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -160,7 +160,12 @@ impl Router {
     /// Sends waiting requests, oldest first, as long as there are instances for them.
     pub(super) fn pump(&mut self, turn: &mut RouterTurn<'_>) {
         // Each line is looked at for itself, against all instances, but not while none takes legs.
-        if self.waiting.len() == 0 || !self.dispatcher.registry.any_takes(turn.now) {
+        let needed: &[Role] = match self.dispatcher.config.direct_below {
+            0 => &[Role::Prefill, Role::Decode],
+            // Decodes compute short prompts alone.
+            _ => &[Role::Decode],
+        };
+        if self.waiting.len() == 0 || !self.dispatcher.registry.any_takes(turn.now, needed) {
             return;
         }
         let mut firsts = self.waiting.firsts();
@@ -180,6 +185,13 @@ impl Router {
     pub(super) fn gave_up(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
         let Some(request) = self.requests.get(&client) else { return };
         let model = request.works.first().and_then(|work| work.model.clone());
+        let is_for_room = matches!(request.cause, None | Some(LegFailure::Busy { .. }));
+        if is_for_room
+            && request.has_legs()
+            && self.dispatcher.registry.is_full(turn.now, model.as_deref())
+        {
+            return self.renew_wait(turn.now, client);
+        }
         let answer = if let Some(cause) = &request.cause {
             ClientAnswer::Failed(cause.clone())
         } else if self.dispatcher.registry.is_full(turn.now, model.as_deref()) {
@@ -346,6 +358,8 @@ impl Router {
         if request.open == 0 {
             let recomputed = request.recomputed.take();
             self.finish(client, Some(ClientAnswer::Finished { recomputed }), turn);
+        } else {
+            self.renew_wait(turn.now, client);
         }
     }
 
@@ -431,21 +445,42 @@ impl Router {
     /// wait for room until its time is over. If its prompts have several samples, all of which the
     /// refusal of one ended, room for one does not show that there is room for all: it pauses first.
     fn find_room(&mut self, client: ClientId, busy: LegFailure, turn: &mut RouterTurn<'_>) {
-        let config = &self.dispatcher.config;
+        let wait_max = self.dispatcher.config.wait_max;
         let request = self.requests.get_mut(&client).expect("a leg has a request");
-        let until = *request.busy_until.get_or_insert(turn.now + config.wait_max);
+        let until = *request.busy_until.get_or_insert(turn.now + wait_max);
         request.cause = Some(busy.clone());
-        if turn.now >= until {
+        let has_several = request.works.iter().any(|work| work.samples.len() > 1);
+        // Another instance may have room even if the time is over.
+        if !has_several && self.dispatch(client, turn) {
+            return;
+        }
+        let request = self.requests.get_mut(&client).expect("a leg has a request");
+        if turn.now >= until && !request.has_legs() {
             return self.finish(client, Some(ClientAnswer::Failed(busy)), turn);
         }
-        if request.works.iter().any(|work| work.samples.len() > 1) {
+        if has_several {
+            let until = until.max(turn.now);
             request.tried += 1;
-            let pause = config.pause(request.tried).max(BUSY_PAUSE_MIN);
+            let pause = self.dispatcher.config.pause(request.tried).max(BUSY_PAUSE_MIN);
             self.unqueue(client);
             self.paused.insert(client);
             self.dispatcher.timers.arm(RouterTimer::Retry(client), (turn.now + pause).min(until));
-        } else if !self.dispatch(client, turn) {
+        } else {
             self.enqueue(turn.now, client);
+        }
+    }
+
+    /// Gives a request that is served in rounds, since the instances have no room for all of it at
+    /// once, time for the next round.
+    fn renew_wait(&mut self, now: Nanos, client: ClientId) {
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        let is_for_room = matches!(request.cause, None | Some(LegFailure::Busy { .. }));
+        if is_for_room {
+            request.busy_until = None;
+            if request.ticket.is_some() {
+                let until = now + self.dispatcher.config.wait_max;
+                self.dispatcher.timers.arm(RouterTimer::Wait(client), until);
+            }
         }
     }
 

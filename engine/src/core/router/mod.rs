@@ -90,9 +90,10 @@ pub(super) const ABANDONED_MAX: usize = abandon_queue::KEYS_MAX;
 /// Links that are remembered with whence they came.
 const NAMED_MAX: usize = 4_096;
 
-/// Entries that are kept whatever instances there are: whence links came, and registrations that
-/// were not taken, each and by reason.
-pub(super) const KEPT_MAX: usize = NAMED_MAX + rejections::LISTED_MAX + rejections::REASONS;
+/// Entries that are kept whatever instances there are: whence links came, registrations that were not
+/// taken, each and by reason, and models that were served before.
+pub(super) const KEPT_MAX: usize =
+    NAMED_MAX + rejections::LISTED_MAX + rejections::REASONS + registry::models::SERVED_MAX;
 
 type RouterTurn<'a> = Turn<'a, RouterEffect>;
 
@@ -294,6 +295,7 @@ impl Router {
             self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), turn.now + lives);
             let instance = self.dispatcher.registry.instance_mut(instance_id);
             (instance.link, instance.disconnected) = (link, false);
+            self.dispatcher.registry.note_models(instance_id);
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;

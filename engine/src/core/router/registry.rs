@@ -17,6 +17,7 @@ use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
 use crate::source::PeerSource;
+use models::ServedBefore;
 use shares::NewPlace;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -58,6 +59,8 @@ pub(super) struct RegisteredInstance {
     pub(super) listed_models: Option<Arc<ServedModels>>,
     /// Its legs in flight.
     pub(super) legs: BTreeMap<LegId, ClientId>,
+    /// Those of them that are held until the prefill has answered.
+    pub(super) held: usize,
     /// What it has computed lately.
     pub(super) prefixes: PrefixMemory,
     /// When it was chosen last, counted in choices.
@@ -203,6 +206,8 @@ pub(super) struct Registry {
     pub(super) weights: LegWeights,
     known: BTreeMap<EngineId, InstanceRecord>,
     left: RecentSet<EngineId>,
+    /// The models that instances of each role have served.
+    served: ServedBefore,
     next_instance: u64,
     choices: u64,
 }
@@ -214,6 +219,7 @@ impl Registry {
             weights: LegWeights::default(),
             known: BTreeMap::new(),
             left: RecentSet::new(instances_max),
+            served: ServedBefore::default(),
             next_instance: 0,
             choices: 0,
         }
@@ -414,6 +420,7 @@ impl Registry {
                 tokens: 0,
                 listed_models: None,
                 legs: BTreeMap::new(),
+                held: 0,
                 prefixes: PrefixMemory::new(config.prefixes_max),
                 picked: 0,
                 paired: BTreeMap::new(),
@@ -551,7 +558,7 @@ impl Registry {
     /// proportion to the number of instances.
     pub(super) fn remembered(&self) -> usize {
         let kept = self.instances.values().map(RegisteredInstance::remembered);
-        self.known.len() + self.left.len() + kept.sum::<usize>()
+        self.known.len() + self.left.len() + self.served.len() + kept.sum::<usize>()
     }
 }
 
@@ -578,7 +585,7 @@ fn refresh(
     Ok(())
 }
 
-mod models;
+pub(super) mod models;
 mod pairs;
 mod role_switch;
 mod shares;

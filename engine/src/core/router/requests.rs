@@ -143,6 +143,11 @@ impl RouterRequest {
         self.works.iter().map(|work| 1 + work.entries()).sum()
     }
 
+    /// True if a leg of it is in flight.
+    pub(super) fn has_legs(&self) -> bool {
+        self.works.iter().any(|work| work.legs().next().is_some())
+    }
+
     /// A request that is in order; else why not.
     pub(super) fn new(request: ClientRequest, legs_max: u32) -> Result<Self, &'static str> {
         let ClientRequest { prompts, samples, output, model, .. } = request;

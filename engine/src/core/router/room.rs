@@ -4,7 +4,8 @@
 //! sent are what it takes; further legs wait until one of them ends. After some legs have ended well
 //! at the limit, the limit rises: by one, then by twice as much each time, until a leg is refused
 //! again. Each refused attempt to rise doubles the number of legs that have to end well before the
-//! next one. If the instance refused a leg while it had no other, it has not noticed yet that a leg
+//! next one; a refusal below the limit before the rise halves it, since the instance takes less for a
+//! time. If the instance refused a leg while it had no other, it has not noticed yet that a leg
 //! was cancelled, or others than this router fill it: it gets one leg after a short pause, and then
 //! after the time that it names or longer pauses each time.
 
@@ -51,6 +52,8 @@ pub(super) struct LegRoom {
     ended: u32,
     /// By how much the limit rises next.
     step: u32,
+    /// Limit before the last rise.
+    base: u32,
 }
 
 impl LegRoom {
@@ -72,14 +75,21 @@ impl LegRoom {
         config: &RouterConfig,
     ) -> Option<Nanos> {
         let RefusedLeg { leg, next, ahead, is_shared, retry_after } = refused;
-        self.limit = Some(self.limit.unwrap_or(u32::MAX).min(ahead).max(1));
+        let limit = self.limit.unwrap_or(u32::MAX).min(ahead).max(1);
+        self.limit = Some(limit);
         self.ended = 0;
         self.step = 1;
         // Many legs are refused at one time; only those sent after the first refusal tell more.
         if leg >= self.since {
-            self.quiet = (2 * self.quiet).clamp(1, QUIET_MAX);
+            self.quiet = match ahead {
+                // Nothing is known of how many legs it takes when it works.
+                0 => 1,
+                _ if ahead < self.base => (self.quiet / 2).max(1),
+                _ => (2 * self.quiet).clamp(1, QUIET_MAX),
+            };
             self.since = next;
         }
+        self.base = limit;
         if ahead > 0 {
             return None;
         }
@@ -107,12 +117,13 @@ impl LegRoom {
             return;
         }
         self.ended += 1;
+        // The rise before was not refused.
+        if self.step > 1 && self.ended == 1 {
+            self.quiet = (self.quiet / 2).max(1);
+        }
         if self.ended >= self.quiet {
             self.limit = Some(limit.saturating_add(self.step));
-            // The rise before was not refused.
-            if self.step > 1 {
-                self.quiet = (self.quiet / 2).max(1);
-            }
+            self.base = limit;
             self.step = self.step.saturating_mul(2);
             self.since = next;
             self.ended = 0;
@@ -125,15 +136,21 @@ impl RegisteredInstance {
     pub(super) fn has_room(&self, now: Nanos) -> bool {
         self.room.has(now, self.legs.len())
     }
+
+    /// Legs that were sent to it and have not ended.
+    pub(super) fn sent_legs(&self) -> usize {
+        self.legs.len() - self.held
+    }
 }
 
 impl Registry {
-    /// True if a decode may take a leg, whoever it is for.
-    pub(super) fn any_takes(&self, now: Nanos) -> bool {
-        let mut decodes = self.of_role(Role::Decode).map(|(_, it)| it);
-        decodes.any(|it| {
-            let is_full = !it.has_room(now) && !planted!("full-instances-get-legs");
-            it.is_there(now) && !it.unproven && !is_full
+    /// True if an instance of each of these roles may take a leg, whoever it is for.
+    pub(super) fn any_takes(&self, now: Nanos, roles: &[Role]) -> bool {
+        roles.iter().all(|role| {
+            self.of_role(*role).any(|(_, it)| {
+                let is_full = !it.has_room(now) && !planted!("full-instances-get-legs");
+                it.is_there(now) && !it.unproven && !is_full
+            })
         })
     }
 
@@ -238,6 +255,34 @@ mod tests {
             instance.fill(100, 1_000);
         }
         assert_eq!((instance.taken.len(), instance.refused), (100, before));
+    }
+
+    #[test]
+    fn instance_that_refused_every_leg_for_a_time_is_back_at_its_rate_after_a_few_legs() {
+        let mut instance = FullInstance::new();
+        for _ in 0..1_000 {
+            instance.fill(8, 4);
+            instance.end_one();
+        }
+        assert!(instance.room.quiet > QUIET_MAX / 4, "{}", instance.room.quiet);
+        while !instance.taken.is_empty() {
+            instance.end_one();
+        }
+        let config = RouterConfig::default();
+        for _ in 0..8 {
+            let (leg, next) = (LegId(instance.next), LegId(instance.next + 1));
+            let (ahead, is_shared, retry_after) = (0, false, None);
+            let refused = RefusedLeg { leg, next, ahead, is_shared, retry_after };
+            instance.room.refused(Nanos::ZERO, refused, &config);
+            instance.next += 1;
+        }
+        instance.room.until = Nanos::ZERO;
+        for _ in 0..8 {
+            instance.fill(8, 4);
+            instance.end_one();
+        }
+        instance.fill(8, 4);
+        assert_eq!(instance.taken.len(), 4);
     }
 
     #[test]

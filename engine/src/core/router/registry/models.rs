@@ -1,12 +1,41 @@
 //! The models that instances serve.
 
-use super::{RegisteredInstance, Registry};
+use super::{InstanceId, RegisteredInstance, Registry};
 use crate::core::message::Role;
 use crate::core::registration::ServedModels;
 use crate::core::router::io::{Dialects, NAMED_MODELS_MAX, Unavailable};
 use crate::core::time::Nanos;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+/// Most models of both roles that are remembered as served before.
+pub(in crate::core::router) const SERVED_MAX: usize = 1_024;
+
+/// Models that instances of a role have served, whether or not one still does. Names beyond
+/// [`SERVED_MAX`] are not remembered.
+#[derive(Debug, Default)]
+pub(super) struct ServedBefore(BTreeSet<(Role, Arc<str>)>);
+
+impl ServedBefore {
+    /// Remembers the models of an instance.
+    fn note(&mut self, role: Role, models: &ServedModels) {
+        for model in models.iter() {
+            if self.0.len() >= SERVED_MAX {
+                return;
+            }
+            self.0.insert((role, model.clone()));
+        }
+    }
+
+    /// True if an instance of the role served the model.
+    fn has(&self, role: Role, model: &str) -> bool {
+        self.0.contains(&(role, model.into()))
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+}
 
 impl RegisteredInstance {
     /// The models that it serves, as far as known.
@@ -40,8 +69,17 @@ impl Registry {
         Some(named(there()))
     }
 
-    /// The role of which there are instances and none serves the model, though one of the other role
-    /// does, with the models that the former serve.
+    /// Remembers the models that an instance serves.
+    pub(in crate::core::router) fn note_models(&mut self, instance_id: InstanceId) {
+        let Some(instance) = self.instances.get(&instance_id) else { return };
+        if let Some(models) = instance.models() {
+            self.served.note(instance.registration.role, models);
+        }
+    }
+
+    /// The role of which there are instances and none serves the model or ever did, though one of the
+    /// other role does, with the models that the former serve. An instance that served it may be
+    /// restarting: requests wait for it.
     pub(in crate::core::router) fn without_role(
         &self,
         now: Nanos,
@@ -49,7 +87,9 @@ impl Registry {
     ) -> Option<(Role, Arc<[Arc<str>]>)> {
         let of = |role| self.of_role(role).map(|(_, it)| it).filter(move |it| it.is_there(now));
         let lacks = |role| of(role).next().is_some() && !of(role).any(|it| it.serves(model));
-        let missing = [Role::Prefill, Role::Decode].into_iter().find(|role| lacks(*role))?;
+        let served = |role| model.is_some_and(|model| self.served.has(role, model));
+        let mut roles = [Role::Prefill, Role::Decode].into_iter();
+        let missing = roles.find(|role| lacks(*role) && !served(*role))?;
         Some((missing, named(of(missing))))
     }
 

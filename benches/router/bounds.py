@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Memory of `kvferry router` and `kvferry serve`, and how long other clients wait, under requests that take as much as they can.
+"""Memory of `kvferry router` and `kvferry serve`, and waiting time of other clients, under requests that use as much as possible.
 
 Needs builds of kvferry and nothing else. With --before and --after two builds are measured in turns in each round. Every
 measurement starts a new process. Memory is VmRSS and VmHWM from /proc: at rest, at the peak, and two seconds after the last
@@ -35,7 +35,7 @@ PARAMS = {
 
 
 class Instance(threading.Thread):
-    """An instance that reads legs and answers at once, or sends a part of a long answer."""
+    """Instance that reads legs and answers at once, or sends a part of a long answer."""
 
     def __init__(self, role, answer=None):
         super().__init__(daemon=True)
@@ -160,7 +160,7 @@ def head(length):
 
 
 def ask(address, body, outcomes):
-    """Sends a completion; its status, or that there is none, goes to the outcomes."""
+    """Sends a completion and adds its status, or the lack of one, to the outcomes."""
     outcome = "closed"
     try:
         with socket.create_connection(address, timeout=PATIENCE) as it:
@@ -211,7 +211,7 @@ def answers(binary, size):
         def release():
             deadline = time.monotonic() + PATIENCE / 10
             for _ in range(16):
-                # Those that are refused are never begun.
+                # Requests that are refused never begin.
                 if not decode.halves.acquire(timeout=max(0.1, min(5, deadline - time.monotonic()))):
                     break
             decode.rest.set()

@@ -137,7 +137,7 @@ mod tests {
     }
 
     proptest! {
-        /// Of whatever is taken, the host and the port are all that there is.
+        /// A host and port that are accepted contain nothing else.
         #[test]
         fn what_is_taken_is_a_host_and_a_port(
             text in "([a-z0-9._:%@/?#\\[\\]\\-]|[^\\x00-\\x7f]){0,24}(:[0-9]{1,6})?",

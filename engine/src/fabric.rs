@@ -573,7 +573,8 @@ pub trait ControlPlane: Send {
     /// `Busy` when the bounded queue is full, `Gone` for a link that is down.
     fn send(&mut self, link: LinkId, parts: &[&[u8]]) -> Result<(), Refused>;
 
-    /// Lifts the limit for messages of a link whose peer has proven nothing, if the plane has one.
+    /// Lifts the limit for messages of a link whose peer was unproven, if the plane has such a
+    /// limit.
     fn admit(&mut self, _link: LinkId) {}
 
     /// Closes a link; no event follows.

@@ -6,12 +6,12 @@
 //! assert_eq!(nearest("heartbaet", &["heartbeat", "lease"]), Some("heartbeat"));
 //! assert_eq!(nearest("colour", &["heartbeat", "lease"]), None);
 //! assert_eq!(printable("a\r\nline", 4), "a\u{fffd}\u{fffd}l");
-//! // Turns the text around where a terminal knows it.
+//! // Reverses the text on terminals that support it.
 //! assert_eq!(printable("ab\u{202e}cd", 9), "ab\u{fffd}cd");
 //! ```
 
-/// True if a terminal and a log take the character for text alone: it neither controls them nor changes
-/// the order or the place of others, as the marks of bidirectional text do.
+/// True if a terminal and a log print the character as plain text. False for characters that
+/// control the terminal or that reorder others, as the marks of bidirectional text do.
 pub fn is_printable(c: char) -> bool {
     let is_invisible = matches!(
         c,
@@ -35,7 +35,7 @@ pub fn printable(text: &str, most: usize) -> String {
     text.chars().take(most).map(shown).collect()
 }
 
-/// As [`printable`], of a text that may have lines of its own.
+/// Same as [`printable`], for a text that may contain line ends.
 pub fn printable_lines(text: &str, most: usize) -> String {
     let shown = |c: char| if is_printable(c) || c == '\n' || c == '\t' { c } else { '\u{fffd}' };
     text.chars().take(most).map(shown).collect()

@@ -347,7 +347,7 @@ fn restart_with_another_geometry_is_refused_and_the_old_peer_ends_by_silence() {
     net.restart(DECODE, 3);
     net.reach();
     net.run(SECOND);
-    // What is refused ends nothing that is under way.
+    // A refused hello ends nothing that is under way.
     assert_eq!(net.cores[PREFILL].failures(), []);
     let last = net.cores[PREFILL].events.last();
     assert!(matches!(last, Some(PeerEvent::Refused { .. })), "{last:?}");

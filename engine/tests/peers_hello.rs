@@ -41,7 +41,7 @@ fn say(net: &mut TestNet, link: u32, hello: Hello) {
     net.run(Nanos::from_ms(1));
 }
 
-/// A hello with a flaw, and how the refusal of it begins.
+/// A hello with a flaw, and the beginning of its refusal.
 type FlawedHello = (fn(&mut Hello), String);
 
 fn flaws() -> [FlawedHello; 6] {
@@ -82,7 +82,7 @@ fn refused_hello_leaves_the_connection_of_its_engine_up() {
     let mut net = TestNet::ready(TestFaults::NONE);
     say(&mut net, 900, hello(5, 7));
     let up = net.cores[PREFILL].up();
-    // Of the same session, of a later one and of a later incarnation.
+    // A hello of the same session, of a later session, and of a later incarnation.
     let lives = [(5, 7), (5, 8), (6, 1)];
     let cases = flaws().into_iter().flat_map(|flaw| lives.map(|life| (flaw.clone(), life)));
     for (link, ((flaw, expected), (incarnation, session))) in cases.enumerate() {

@@ -1,4 +1,4 @@
-//! Bytes that the current thread has allocated and not freed, and the most of them at a time.
+//! Bytes that the current thread has allocated and not freed, and their peak.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -15,7 +15,7 @@ struct CountingAllocator;
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 fn count(more: isize) {
-    // A thread that ends has no counters any more.
+    // A thread that is ending has no counters any more.
     let _ = HELD.try_with(|held| {
         held.set(held.get() + more);
         let _ = PEAK.try_with(|peak| peak.set(peak.get().max(held.get())));
@@ -55,7 +55,7 @@ pub fn begin() {
     PEAK.set(0);
 }
 
-/// The most bytes held at a time since [`begin`].
+/// Peak of the bytes held since [`begin`].
 pub fn peak() -> usize {
     usize::try_from(PEAK.get()).unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! `kvferry secret`: makes what the processes of a fleet prove to each other.
+//! `kvferry secret`: makes the secret that the processes of a fleet prove to each other.
 
 use crate::process::{CommandError, Exit};
 use clap::Args;
@@ -20,7 +20,7 @@ pub(crate) struct SecretArgs {
 /// Makes a secret.
 ///
 /// # Errors
-/// A file that is there, or cannot be created; no random bytes.
+/// The file exists or cannot be created, or there are no random bytes.
 pub(crate) fn command(args: &SecretArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     let secret = FleetSecret::random().map_err(|why| CommandError::Input(why.to_string()))?;
     match &args.file {

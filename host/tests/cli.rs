@@ -125,7 +125,7 @@ fn what_is_missing_is_named() {
     }
 }
 
-/// What is refused of arguments: each in words that say what to give.
+/// Arguments that are rejected, with a part of the error, which names the remedy.
 #[test]
 fn wrong_numbers_and_addresses_are_refused_at_the_start() {
     let port = "port notaport is not a TCP port (1-65535); give HOST:PORT";
@@ -220,7 +220,7 @@ fn files_are_overwritten_only_with_force() {
     let ended = kvferry(["run", &file, "--html", &precious, "--force"]);
     assert_eq!(ended.code, 0, "{ended:?}");
     assert_ne!(fs::read_to_string(&precious).expect("a page"), "mine");
-    // What is not a recording is not advised to be made one.
+    // The error for a file that is not a recording does not advise to make it one.
     for command in ["replay", "show"] {
         let ended = kvferry([command, &file]);
         assert_eq!(ended.code, 2, "{ended:?}");
@@ -476,7 +476,7 @@ fn secret_is_written_for_its_owner_alone_and_over_no_file() {
     assert_eq!(mode & 0o7777, 0o600, "{mode:o}");
     let secret = fs::read_to_string(&path).expect("it is this user's");
     kvferry_trust::FleetSecret::parse(&secret).expect("a secret");
-    // A file, and a link to one that is not there.
+    // A file, and a link to a file that does not exist.
     let link = folder.path("link");
     std::os::unix::fs::symlink(folder.path("elsewhere"), &link).expect("a link");
     for taken in [&path, &link] {

@@ -145,7 +145,7 @@ fn overview_has_the_stages_of_each_request_and_the_use_of_each_link() {
     let waits: Vec<u64> =
         overview["ttft"].as_array().unwrap().iter().map(|wait| wait.as_u64().unwrap()).collect();
     assert_eq!(waits.len(), requests.len());
-    // The router gets a token later than the decode has it.
+    // The router gets a token later than the decode does.
     let median = waits[waits.len().div_ceil(2) - 1] as f64 / 1e9;
     let at_decode = outcome["ttft"]["p50"].as_f64().unwrap();
     assert!(median > at_decode && median < 2.0 * at_decode, "{median} {at_decode}");

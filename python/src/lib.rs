@@ -31,7 +31,7 @@ fn check_settings() -> PyResult<()> {
     CompatSettings::from_env().and_then(|settings| settings.check()).map_err(raise)
 }
 
-/// Hash of a prompt's parts, in their order.
+/// Returns the hash of a prompt's parts, in this order.
 #[pyfunction]
 fn prompt_hash(parts: Vec<(String, PyBackedBytes)>) -> [u8; 16] {
     let mut hasher = PromptHasher::default();

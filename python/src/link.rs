@@ -425,7 +425,7 @@ pub(crate) fn socket_folder(path: PathBuf) -> PyResult<()> {
 #[pyfunction]
 pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> PyResult<u8> {
     let python: OsString = py.import("sys")?.getattr("executable")?.extract()?;
-    // Nothing is imported from the working directory.
+    // Excludes the working directory from imports.
     let safe = (py.version_info() >= (3, 11)).then(|| "-P".into());
     kvferry::interpreted_by(
         std::iter::once(python).chain(safe).chain(["-m".into(), "kvferry".into()]),

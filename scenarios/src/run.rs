@@ -334,8 +334,8 @@ pub struct WorkloadRequest {
     /// The model that it names; none if it names none.
     #[serde(default)]
     pub model: Option<Arc<str>>,
-    /// A word that makes other tokens of its prompts, as many, at decode engines; None if both
-    /// sides render a prompt alike.
+    /// Word from which decode engines render other tokens of the same number; `None` if both sides
+    /// render a prompt alike.
     #[serde(default)]
     pub decode_rendering: Option<u64>,
 }

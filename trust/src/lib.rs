@@ -7,11 +7,11 @@
 //!    confirmation: MAC              ----------->     check()
 //! ```
 //!
-//! Every MAC is HMAC-SHA256 over the purpose, both nonces and the SHA-256 of all that was said with the
-//! offer, so that nothing of it can be repeated to somebody else, at another time, in the other direction or
-//! for another purpose. Afterwards both sides have a [`ProvenSession`], which seals what is said
-//! later. What is proven is membership of the fleet: who knows the secret can speak for each of its
-//! engines. Nothing here hides what is said.
+//! Every MAC is HMAC-SHA256 over the purpose, both nonces and the SHA-256 of everything sent with
+//! the offer. So no message can be replayed to another process, at another time, in the other
+//! direction or for another purpose. Afterwards both sides have a [`ProvenSession`], which seals
+//! later messages. The proof is one of membership in the fleet: a process that knows the secret can
+//! speak for each engine of the fleet. Nothing here is encrypted.
 //!
 //! What a member tells another one by way of others, who cannot know the secret, it seals with a
 //! [`CarrierKey`]. That proves who said it and not when: what is sealed has to name its use.

@@ -11,11 +11,11 @@ use std::fmt;
 /// Fewest characters of a secret: 32 hexadecimal digits are 128 bits.
 const SECRET_MIN: usize = 32;
 
-/// Fewest different characters of a secret: of 32 random hexadecimal digits fewer are as good as never
-/// seen, and what is typed by hand has them.
+/// Fewest different characters of a secret. 32 random hexadecimal digits practically never have
+/// fewer; text that is typed by hand may.
 const SECRET_VARIETY: usize = 8;
 
-/// Random bytes of a secret that is made here.
+/// Random bytes of a generated secret.
 const SECRET_BYTES: usize = 32;
 
 /// Most secrets that are accepted at a time: the one in use, and the one before or after it.
@@ -130,7 +130,7 @@ impl FleetKey {
         CarrierKey { id: self.id, key: finish(mac(&self.key, &parts)) }
     }
 
-    /// The two MACs and the key of the session, over all that both sides have said.
+    /// The two MACs and the key of the session, over everything that both sides sent.
     fn proofs(
         &self,
         (purpose, said): (&str, &[u8]),
@@ -138,7 +138,7 @@ impl FleetKey {
         nonce: &[u8; NONCE],
     ) -> FleetProofs {
         let ids: Vec<u8> = offer.keys.iter().flat_map(|id| id.0).collect();
-        // It may be long, and is read once.
+        // It may be long, and is hashed once.
         let said = Sha256::digest(said);
         let over = |label: &[u8]| {
             mac(&self.key, &[label, purpose.as_bytes(), &offer.nonce, &ids, nonce, &said])
@@ -151,7 +151,7 @@ impl FleetKey {
     }
 }
 
-/// What one exchange is proven by.
+/// MACs and session key of one exchange.
 struct FleetProofs {
     acceptor: Hmac<Sha256>,
     dialler: Hmac<Sha256>,
@@ -172,7 +172,7 @@ impl FleetSecret {
     /// Reads secrets, a line each; empty lines and those that begin with `#` are passed over.
     ///
     /// # Errors
-    /// None or more than two, or one that could be guessed; with the remedy.
+    /// The text has no secret, more than two, or one that could be guessed; with the remedy.
     pub fn parse(text: &str) -> Result<FleetSecret, String> {
         let wrong = |why: String| {
             Err(format!(
@@ -209,10 +209,10 @@ impl FleetSecret {
         Ok(FleetSecret(secrets.into_iter().map(FleetKey::new).collect()))
     }
 
-    /// A new secret of random bytes, as [`FleetSecret::parse`] reads it.
+    /// Makes a new secret from random bytes, in the form that [`FleetSecret::parse`] reads.
     ///
     /// # Errors
-    /// No random bytes.
+    /// There are no random bytes.
     pub fn random() -> Result<String, ProofError> {
         Ok(random::<SECRET_BYTES>()?.iter().map(|byte| format!("{byte:02x}")).collect())
     }

@@ -41,9 +41,10 @@ pub(crate) struct ZmqConnection {
     /// Nobody listens to it any more; it still says what was queued before.
     pub(crate) is_hung_up: bool,
     pub(crate) reader: ZmtpReader,
-    /// Bytes that were taken of the kernel and not read: there was no room for their messages.
+    /// Bytes that were read from the kernel and not parsed, because there was no room for their
+    /// messages.
     pub(crate) unread: Vec<u8>,
-    /// Messages since its source last had room for all of its own.
+    /// Messages of this connection since its source last had room for all messages.
     pub(crate) in_flood: usize,
     pub(crate) queued: Arc<SendQueueDepth>,
     /// Bytes of memory that its unfinished message was last seen to have.

@@ -69,7 +69,7 @@ pub(crate) enum ZmqCommand {
         link: LinkId,
         message: Vec<u8>,
     },
-    /// Messages of the link may be as long as any.
+    /// Raises the limit of the link's messages to that of proven peers.
     Admit {
         link: LinkId,
     },

@@ -164,7 +164,7 @@ impl ControlPlane for ZmqPlane {
 
     fn admit(&mut self, link: LinkId) {
         if self.links.contains_key(&link) {
-            // Without the thread nothing is read.
+            // If the thread has ended, nothing is read.
             let _ = self.tell(ZmqCommand::Admit { link });
         }
     }

@@ -36,7 +36,7 @@ const PURPOSE: &str = "native hello";
 const NO_MORIIO: &str = "a peer that speaks MoRIIO only asked where the KV lies, and there are no such \
     peers here: moriio_peers true lets them in, who can prove nothing";
 
-/// What a proof adds to its hello at most.
+/// Most bytes that a proof adds to its hello.
 const PROOF_BYTES: usize = 1_024;
 
 /// Most frames that wait for a proof.
@@ -230,7 +230,7 @@ impl<P: ControlPlane> ProvenPlane<P> {
             Ok(confirmed) => confirmed,
             Err(why) => return self.give_up(link, &why.to_string()),
         };
-        // Before the other side can send anything longer.
+        // Before the other side can send a longer message.
         self.plane.admit(link);
         if self.plane.send(link, &[&ProofFrame::Confirmation(proof).encode()]).is_err() {
             return None;

@@ -15,15 +15,15 @@ pub(crate) const QUEUE_MAX: u32 = 16_384;
 /// read no further, and its sender feels it.
 const INBOX_MAX: usize = 128 << 20;
 
-/// Messages that the plane is given at a time: what it costs it to take them does not depend on their
-/// bytes. A source that has its share of them is read no further until then.
+/// Messages that the plane gets in one turn, so that the time to take them is bounded. A source
+/// that has used its share is not read until the next turn.
 const TURN_MESSAGES: usize = 16_384;
 
-/// Turns in a row in which a source had its share of messages and more to say. Then the connection of
-/// it that said most is cut: no peer has as many messages under way.
+/// Consecutive turns in which a source may use its share and have more to send. Then its connection
+/// with most messages is cut: no honest peer sends so many.
 const FLOOD_TURNS: u32 = 16;
 
-/// Fewest messages of a source in a turn that count as a flood, however much others have said.
+/// Fewest messages of a source in a turn that count as a flood, whatever other sources sent.
 const FLOOD_MESSAGES: usize = 256;
 
 /// What any piece of news costs in bytes of memory.
@@ -43,7 +43,7 @@ pub struct ConnectionCuts {
     pub greetings: AtomicU64,
     /// Its source had its share of all connections.
     pub connections: AtomicU64,
-    /// Its source said more messages than were taken of it for many turns, and it said most of them.
+    /// Its source sent more than its share for many turns, and this connection sent most of it.
     pub flood: AtomicU64,
     /// What it said is not what is spoken here.
     pub protocol: AtomicU64,
@@ -108,25 +108,25 @@ struct ZmqInbox {
     bytes: SourceBudget,
     /// Messages since the plane took the last ones.
     messages: SourceBudget,
-    /// Sources that had more to say than there was room for messages, since then and for how many
-    /// turns before.
+    /// Sources that had more messages than room since the plane last took messages, and the number
+    /// of consecutive turns before in which each source had more.
     full: BTreeSet<PeerSource>,
     floods: BTreeMap<PeerSource, u32>,
     /// Somebody is not read because it has its share.
     is_awaited: bool,
 }
 
-/// What may be read of a source before the plane has taken what there is.
+/// Limits of what may be read from a source in this turn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReadRoom {
-    /// Messages; 0 if nothing may be read.
+    /// Number of messages; 0 if nothing may be read.
     pub(crate) messages: usize,
-    /// Turns in a row before this one in which it had more to say than there was room for.
+    /// Consecutive earlier turns in which the source had more messages than room.
     pub(crate) full_turns: u32,
 }
 
 impl ReadRoom {
-    /// True if one of its connections is to be cut.
+    /// True if a connection of the source is to be cut.
     pub(crate) const fn is_flooded(self) -> bool {
         self.full_turns >= FLOOD_TURNS
     }
@@ -175,10 +175,11 @@ impl ZmqEventQueue {
         }
     }
 
-    /// What of a source may be read. If nothing, [`ZmqEventQueue::take`] tells when that changes.
+    /// Limits for reading from a source. If it is 0, [`ZmqEventQueue::take`] tells when that
+    /// changes.
     pub(crate) fn room(&self, source: PeerSource) -> ReadRoom {
         let inner = &mut *self.lock();
-        // Each counts twice: its source has it, and it is free for nobody else.
+        // Each message counts twice: its source has it, and it is no longer free.
         let mut messages = inner.messages.room(source).div_ceil(2);
         if messages == 0 && inner.messages.of(source) >= FLOOD_MESSAGES {
             inner.full.insert(source);
@@ -190,7 +191,7 @@ impl ZmqEventQueue {
         ReadRoom { messages, full_turns: inner.floods.get(&source).copied().unwrap_or(0) }
     }
 
-    /// A connection of a source that flooded was cut: others of it have as many turns again.
+    /// Resets the count of a source after one of its connections was cut for a flood.
     pub(crate) fn cut_flood(&self, source: PeerSource) {
         let inner = &mut *self.lock();
         inner.floods.remove(&source);

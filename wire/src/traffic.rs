@@ -57,7 +57,7 @@ impl ZmqIoThread {
                 Ok((count, _)) => &self.chunk[..count],
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR) => return self.is_due(token),
-                // For the plane it is an end as any other.
+                // The plane treats it as any other end.
                 Err(_) => return self.close(token),
             }
         } else {
@@ -94,7 +94,7 @@ impl ZmqIoThread {
         }
     }
 
-    /// Ends that connection of a source which said most messages since there was no room for them.
+    /// Ends the connection of a source that sent most messages since the source had no room.
     fn cut_flood(&mut self, source: PeerSource) {
         CONNECTION_CUTS.flood.fetch_add(1, Ordering::Relaxed);
         self.cut_largest(source, "more messages than are taken", |it| it.in_flood);

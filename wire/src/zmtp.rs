@@ -21,8 +21,7 @@ const GREETING_BYTES: usize = 64;
 /// for its envelope.
 pub const MESSAGE_MAX: usize = 17 << 20;
 
-/// Longest message of a link on which nothing was proven yet: a hello with the layouts of 64 ranks has
-/// less.
+/// Longest message of an unproven link; a hello with the layouts of 64 ranks is shorter.
 pub const UNPROVEN_MAX: usize = 1 << 20;
 
 /// Longest message where MoRIIO peers send notifications, which prove nothing: the list of blocks of a
@@ -157,7 +156,7 @@ pub struct ZmtpReader {
     /// Parts of a message that is not whole yet, and what they cost.
     parts: Vec<Vec<u8>>,
     cost: usize,
-    /// What a message may cost.
+    /// Largest cost of a message.
     most: usize,
 }
 
@@ -181,12 +180,12 @@ impl ZmtpReader {
         self.cost + self.body.as_ref().map_or(0, |(body, ..)| body.capacity())
     }
 
-    /// What a message may cost at most, [`MESSAGE_MAX`] if nothing else was set.
+    /// Largest cost of a message; [`MESSAGE_MAX`] unless it was set.
     pub fn most(&self) -> usize {
         self.most
     }
 
-    /// Sets what a message may cost, from the next part on.
+    /// Sets the largest cost of a message, from the next part on.
     pub fn set_most(&mut self, most: usize) {
         self.most = most;
     }
@@ -199,7 +198,7 @@ impl ZmtpReader {
         self.read_some(bytes, usize::MAX, out).map(|_| ())
     }
 
-    /// Reads on, and stops behind so many messages. Returns how many bytes were read.
+    /// Reads bytes and stops after this many messages. Returns how many bytes were read.
     ///
     /// # Errors
     /// Why the connection is to be closed.
@@ -380,7 +379,7 @@ mod tests {
         (Ok(out), most)
     }
 
-    /// The same of bytes that are read a message at a time.
+    /// Same for bytes that are read one message at a time.
     fn by_message(mut said: &[u8]) -> Result<Vec<ZmtpEvent>, ZmtpError> {
         let (mut reader, mut out) = (ZmtpReader::new(ZmtpSocket::Router), Vec::new());
         while !said.is_empty() {

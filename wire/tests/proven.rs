@@ -145,7 +145,7 @@ fn link_is_admitted_when_its_peer_is_proven_and_not_before() {
         ([None, Some(OURS)], false),
     ] {
         let (mut near, mut far) = pair(secrets[0], secrets[1]);
-        // What speaks MoRIIO proves nothing.
+        // A peer that speaks MoRIIO proves nothing.
         far.hear(vec![b"get_meta_msg".to_vec()]);
         assert!(!admitted(&far), "{secrets:?}");
         near.say(&hello());
@@ -159,7 +159,7 @@ fn link_is_admitted_when_its_peer_is_proven_and_not_before() {
             far.hear(parts);
         }
         assert_eq!(admitted(&far), is_proven, "{secrets:?}");
-        // Without a secret a dialler believes whom it dialled.
+        // Without a secret, a dialling side trusts the address that it dialled.
         assert_eq!(admitted(&near), is_proven || secrets[0].is_none(), "{secrets:?}");
     }
 }

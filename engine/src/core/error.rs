@@ -62,7 +62,7 @@ pub enum Failure {
     OtherLife,
     /// The KV that arrived is not that of the prefill; says where.
     Corrupt(Arc<str>),
-    /// The two legs have different prompts: the KV of the one is no answer to the other.
+    /// The two legs have different prompts: the KV of one cannot serve the other.
     PromptMismatch {
         /// Hash of the decode's prompt.
         decode: PromptHash,
@@ -189,7 +189,7 @@ impl Failure {
         }
     }
 
-    /// True if it is about the request alone: whatever engines serve it, it fails so again.
+    /// True if the request alone causes it: every pair of engines fails it in the same way.
     pub fn is_of_request(&self) -> bool {
         matches!(self, Failure::PromptMismatch { .. })
     }

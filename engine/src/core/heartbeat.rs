@@ -149,7 +149,7 @@ impl Heartbeat {
         self.dials = self.dials.saturating_add(1);
         let since = *self.without_link.get_or_insert(turn.now);
         let is_over = turn.now - since >= self.heartbeat.scale(u64::from(SILENT_AFTER), 1);
-        // An engine that drains, as at a normal stop, waits for no requests.
+        // A draining engine, as at a normal stop, needs no answer of the router.
         let is_over = is_over && !self.registration.draining;
         if is_over && !mem::replace(&mut self.is_silent, true) {
             self.router_events.push(RouterEvent::Silent { router: self.router.clone() });

@@ -167,7 +167,7 @@ impl RouterConfig {
         // Legs twice, prompts with their samples. Each try of a prompt, which has two legs at
         // least, may end with three notes about who failed it.
         let of_request = (3 * legs).saturating_add((legs / 2 * 3).saturating_mul(tries + 1));
-        // Its name twice, that of one that left, four deadlines, and what it did and was told.
+        // Its name twice, the name of one that left, four deadlines, prefixes, and bounded notes.
         let of_instance = 7 + prefixes + (ABANDONED_MAX + TROUBLES_MAX) as u64;
         // Four tables of pairs; n instances make n / 2 times n / 2 of them at most.
         let pairs = instances * instances;

@@ -76,8 +76,8 @@ pub enum Message {
         from: u32,
         /// Destination blocks per group.
         blocks: Vec<BlockList>,
-        /// How much of the KV the prefill is to digest. Only to peers that have
-        /// [`super::channel::capability::VERIFY`], as all that is added for it.
+        /// Amount of KV that the prefill digests. As all fields for verification, it is sent only
+        /// to peers that have [`super::channel::capability::VERIFY`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         verify: Option<Verify>,
     },
@@ -86,7 +86,7 @@ pub enum Message {
         tag: AttemptTag,
         /// Tokens of the prompt.
         tokens: u32,
-        /// As in [`Message::Ask`].
+        /// Same as in [`Message::Ask`].
         prompt_hash: PromptHash,
         /// As in [`Message::Announce`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -202,9 +202,9 @@ pub struct MoriioLeg {
     pub peer: Option<MoriioRemote>,
     /// Pull, at a decode: what to read, per group; the prefill's answer to its leg.
     pub blocks: Vec<BlockList>,
-    /// At a decode: the peer is not asked whether it speaks the native dialect, because the leg does
-    /// not prove that a member of the fleet named it.
-    // Left out where it says nothing: the hash of a trace is also over its legs.
+    /// At a decode: the peer is not asked whether it speaks the native dialect, because the leg
+    /// does not prove that a member of the fleet named it.
+    // Left out if false, so that the hash of a trace, which covers its legs, stays the same.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub only: bool,
 }
@@ -349,7 +349,8 @@ pub enum DecodeHook {
         leg: DecodeLeg,
         /// Tokens of its prompt.
         tokens: u32,
-        /// As in [`PrefillHook::Arrived`]; of the whole prompt, whatever of its KV is there.
+        /// Hash as in [`PrefillHook::Arrived`]: of the whole prompt, even if the decode has a part
+        /// of its KV.
         prompt_hash: PromptHash,
     },
     /// Blocks were allocated (`update_state_after_alloc`): load tokens `computed..` into them.

@@ -283,7 +283,7 @@ impl PeerManager {
         Ok(moriio.reach(request, &key.id, peer, &mut peer_turn(turn, &mut self.peer_events)))
     }
 
-    /// A decode that speaks MoRIIO is to fetch a prompt, of so many tokens and with this hash.
+    /// A decode that speaks MoRIIO will fetch a prompt with this number of tokens and this hash.
     pub(super) fn expect_moriio<A>(
         &mut self,
         transfer: (&TransferKey, Mode),

@@ -1,13 +1,14 @@
 //! Identity of a prompt: a hash of all that its KV depends on.
 //!
-//! The engines of both sides hash the prompt as they received it, and the prefill compares the two
-//! hashes before it announces, writes or grants anything. The hash covers the whole prompt, also
-//! the tokens whose KV the decode has already and the last one, which a decode computes again.
+//! The engines of both sides hash the prompt as they received it. The prefill compares the two
+//! hashes before it announces, writes or grants anything. The hash covers the whole prompt. This
+//! includes tokens whose KV the decode already has, and the last token, which a decode always
+//! computes itself.
 //!
-//! The hash is the first 16 bytes of SHA-256 over the parts of the prompt, one after the other. A
-//! part is its name, a zero byte, the length of its content in bytes (eight bytes, little-endian)
-//! and the content. A prompt without a part leaves the part out. `python/package/kvferry/vllm/prompt.py`
-//! lists the parts of vLLM's prompts.
+//! The hash is the first 16 bytes of SHA-256 over the parts of the prompt, in order. A part is
+//! encoded as its name, a zero byte, the length of its content in bytes (eight bytes,
+//! little-endian) and the content. A part that a prompt does not have is left out.
+//! `python/package/kvferry/vllm/prompt.py` lists the parts of vLLM's prompts.
 //!
 //! ```
 //! use kvferry_engine::core::prompt_hash::{PromptHash, PromptHasher};
@@ -33,7 +34,7 @@ use std::fmt;
 #[serde(transparent)]
 pub struct PromptHash(pub [u64; 2]);
 
-/// Name of the part that has the token ids, four little-endian bytes each.
+/// Name of the part that holds the token ids, four little-endian bytes each.
 pub const TOKENS: &str = "tokens";
 
 impl PromptHash {

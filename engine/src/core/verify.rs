@@ -56,7 +56,7 @@ impl Verify {
         matches!(self, Verify::Off)
     }
 
-    /// The level that is asked of a prefill; None if nothing is verified.
+    /// Level that the decode requests from a prefill; `None` if nothing is verified.
     pub(super) fn asked(self) -> Option<Verify> {
         (!self.is_off()).then_some(self)
     }

@@ -1,4 +1,4 @@
-//! Prompts of the two legs that differ: no KV of the one is handed to the other.
+//! Legs with different prompts: KV of one prompt is never handed to the other.
 
 use super::*;
 use kvferry_engine::core::dialect::native::{Frame, decode as read};
@@ -8,7 +8,7 @@ use kvferry_engine::core::verify::Verify;
 const TOKENS: u32 = 100;
 const OTHER_HASH: PromptHash = PromptHash([7, 8]);
 
-/// What comes first: the decode has asked or has blocks, or the prefill has its leg or the KV.
+/// Event that comes first: the decode's `Ask` or its blocks, or the prefill's leg or its KV.
 #[derive(Clone, Copy, Debug)]
 enum LegOrder {
     Asked,
@@ -53,7 +53,7 @@ fn hand_over(pair: &mut PairWorld, mode: Mode, order: LegOrder) {
     settle(pair, 60);
 }
 
-/// True if the prefill told a decode to get blocks, or where to read.
+/// True if the prefill made a decode allocate blocks, or granted it blocks to read.
 fn has_promised(pair: &PairWorld) -> bool {
     pair.frames.iter().any(|(_, _, frame)| {
         let Ok(Frame::Data { message, .. }) = read(frame) else { return false };

@@ -17,7 +17,7 @@ fn busy(retry_after: Option<Nanos>) -> LegEvent {
     LegEvent::Failed(LegFailure::Busy { retry_after })
 }
 
-/// Settings as deployed, but that nothing expires.
+/// Default settings, except that nothing expires.
 fn config() -> RouterConfig {
     RouterConfig {
         probe: Some(Nanos::from_ms(500)),
@@ -86,7 +86,7 @@ impl BusyPair {
         self.take(effects);
     }
 
-    /// The busy instance refuses what it has beyond [`CAP`].
+    /// The busy instance refuses its legs beyond [`CAP`].
     fn refuse(&mut self) {
         let full = self.full;
         let is_there = |it: &&SentLeg| it.body.role() == full;
@@ -107,8 +107,8 @@ impl BusyPair {
     }
 }
 
-/// Requests that end while a number of clients ask again and again, and refusals. Each round every
-/// leg that the two instances have ends, and time passes.
+/// Number of ended requests and of refused legs while some clients send again and again. In each
+/// round all legs of the two instances end, and time passes.
 fn served_in_rounds(full: Role, is_named: bool, clients: usize) -> (usize, usize) {
     let mut pair = BusyPair::new(full, is_named);
     let mut asked = 0;

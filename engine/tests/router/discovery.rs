@@ -276,7 +276,7 @@ fn instance_without_a_registration_connection_does_not_serve_until_it_registers_
     bench.give(RouterInput::Control(ControlEvent::LinkDown { link }));
     assert_eq!(bench.states(), [InstanceState::Disconnected; 2]);
     assert!(bench.router.instances(bench.now).all(|it| !it.state.serves()));
-    // Connections also end without their process: legs are sent all the same.
+    // A connection can end while its process runs: legs are sent all the same.
     assert_eq!(sent(bench.ask()).len(), 2);
     bench.hear(d(Mode::Push).encode());
     assert_eq!(bench.states(), [InstanceState::Disconnected, InstanceState::Ready]);

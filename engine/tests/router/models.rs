@@ -45,12 +45,12 @@ fn told(effects: &[RouterEffect]) -> Vec<String> {
     served.iter().map(ToString::to_string).collect()
 }
 
-/// An instance that nothing here is paired with, since it has another transfer mode.
+/// An instance that pairs with no other one here, since it has another transfer mode.
 fn pulls(bench: &mut DiscoveryBench, name: &str, models: Option<Arc<ServedModels>>) {
     bench.give(RouterInput::Register(Registration { models, mode: Mode::Pull, ..one(name) }));
 }
 
-/// The role that a client is told has no instance for its model, and what that role serves.
+/// The role that has no instance for the model, by the answer, and the models of that role.
 fn lacking(effects: &[RouterEffect]) -> (Role, Vec<&str>) {
     let [RouterEffect::Answer { answer: ClientAnswer::NoRole { missing, served }, .. }] = effects
     else {
@@ -69,7 +69,7 @@ fn model_that_one_role_serves_is_refused_at_once_with_the_role_that_lacks_it() {
     assert_eq!(lacking(&ask(&mut bench, Some("lora"))), (Role::Prefill, vec!["a", "b"]));
     assert_eq!(lacking(&ask(&mut bench, Some("b"))), (Role::Decode, vec!["a", "lora"]));
     assert_eq!(sent(ask(&mut bench, Some("a"))).len(), 2);
-    // The one that waited is told so as well.
+    // The waiting request gets the same answer.
     let late = bench.tick();
     assert_eq!(lacking(&late), (Role::Prefill, vec!["a", "b"]));
     // A decode may compute a short prompt alone.
@@ -101,7 +101,7 @@ fn request_that_no_pair_takes_is_told_why() {
     }
 }
 
-/// A fleet with a pair for model a, and a decode that serves b, whose prefill has another mode.
+/// A fleet with a pair for model `a`, and a decode for `b` whose prefill has another mode.
 fn half_of_b() -> DiscoveryBench {
     let mut bench = DiscoveryBench::new(RouterConfig::default());
     for (name, models) in [("p0", ["a"]), ("d0", ["a"]), ("d1", ["b"])] {
@@ -202,7 +202,7 @@ proptest! {
                 prop_assert!(!told(&effects).is_empty());
                 continue;
             }
-            // One role has instances, and none that serves it.
+            // One role has instances, but none for the model.
             let lacks = |prefills: bool| {
                 let mut of = fleet.iter().filter(|(is, _)| *is == prefills).peekable();
                 of.peek().is_some() && !of.any(|(_, bits)| serves(*bits, model))
@@ -242,7 +242,7 @@ fn models_that_are_served_are_named_a_bounded_number_of_them() {
     assert_eq!(bench.router.counters().unknown_models, 1);
     assert_eq!(sent(ask(&mut bench, Some("m000"))).len(), 2);
     assert_eq!(sent(ask(&mut bench, None)).len(), 2);
-    // One of the two does not serve it, and another one may.
+    // One of the two does not serve it; the other one may.
     pulls(&mut bench, "d9", None);
     assert!(ask(&mut bench, Some("m001")).is_empty());
     register(&mut bench, "d1", None);

@@ -184,7 +184,7 @@ fn a_leg_that_failed_for_its_pair_tells_of_the_pair() {
     }
 }
 
-/// Its tokens are others at the decode, as many: no other pair would serve it better.
+/// The decode has other tokens of the same number: no other pair would do better.
 #[test]
 fn two_prompts_of_one_request_blame_no_instance() {
     let failure =

@@ -94,7 +94,7 @@ fn what_was_signed_is_not_replaced_by_what_is_not() {
 fn signed_instance_takes_the_place_of_an_unsigned_one() {
     let config = RouterConfig { signed_min: 512, ..RouterConfig::default() };
     let mut bench = bench(config);
-    // 18 addresses that have nothing but made-up instances, and one that has an honest one.
+    // 18 addresses with made-up instances only, and one with an honest instance.
     let link = |nth: u32| LinkId(LinkId::INBOUND | (100 + nth));
     let up = |bench: &mut DiscoveryBench, link, address: String| {
         let (channel, from) = (LinkKind::Discovery, Some(address.as_str().into()));
@@ -123,7 +123,7 @@ fn signed_instance_takes_the_place_of_an_unsigned_one() {
     bench.give(RouterInput::Proof { link: OTHER, proof: RegistrationProof::Signed });
     hear(&mut bench, OTHER, prefill("t"));
     assert_eq!((of(&bench, 't'), of(&bench, 's'), of(&bench, 'm')), (1, 512, 511));
-    // None that signs leaves for one that does not.
+    // No signed instance leaves for an unsigned one.
     hear(&mut bench, PLAIN, prefill("n"));
     assert_eq!((of(&bench, 'n'), reason(&bench)), (0, Some(RejectReason::Full)));
 }

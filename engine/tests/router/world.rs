@@ -262,7 +262,7 @@ impl RouterWorld {
         let LiveLeg { engine, key, streams, sample, .. } = self.live[&leg].clone();
         let next = LegId(self.live.keys().chain(&self.ended).max().unwrap().0 + 1);
         let is_busy = matches!(event, LegEvent::Failed(LegFailure::Busy { .. }));
-        // A try that is refused as busy is none, nor are those of its siblings.
+        // A leg refused as busy is not a try, nor are those of its siblings.
         if is_busy && (sample.is_none() || !streams) {
             self.forget_tries(&key);
         }
@@ -301,7 +301,7 @@ impl RouterWorld {
         }
     }
 
-    /// Takes back what the attempt under a key counts as tries.
+    /// Subtracts the tries of the attempt under a key.
     fn forget_tries(&mut self, key: &TransferKey) {
         let client = self.ids[&key.id].1;
         for leg in self.attempt(key) {

@@ -23,7 +23,7 @@ pub(crate) fn packages(python: &OsStr) -> Result<Vec<PathBuf>, String> {
     let output = Command::new(python)
         .args(["-c", SCRIPT])
         .env("PYTHONIOENCODING", "utf-8:surrogateescape")
-        // As `-P`, which versions before 3.11 refuse.
+        // Has the effect of `-P`, which Python before 3.11 rejects.
         .env("PYTHONSAFEPATH", "1")
         .stdin(Stdio::null())
         .output()

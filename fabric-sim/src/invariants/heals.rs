@@ -101,7 +101,7 @@ impl HealsFastPath {
                         | Failure::Fabric(FabricError::PeerGone)
                 );
                 let doubted = of_incarnation && served.iter().any(|one| self.back.contains(one));
-                // A request that is drawn with two prompts never gets KV.
+                // A request that is drawn with two different prompts never gets KV.
                 matches!(why, Failure::PromptMismatch { .. })
                     || self.few && *why == Failure::Overload
                     || self.once && matches!(why, Failure::Fabric(FabricError::QueuePair))

@@ -19,15 +19,15 @@ use std::sync::Arc;
 /// was left needs faults that concern all of a role that serve its model; that nobody serves it,
 /// faults that concern all who have registered and do. That a client goes away concerns nobody
 /// else. There were more requests than a core takes if one is full, and than the router takes if
-/// that is before any fault. One may fail as busy only when its time to find room is over: a full
-/// instance is not broken.
+/// that is before any fault. A request may fail as busy only if its time to find room is over: a
+/// full instance is not broken.
 #[derive(Debug, Default)]
 pub(super) struct FaultIsolation {
     /// Tries of samples of requests that are open, at least one for each request, and the most that
     /// there were: an instance may not be done yet with one that failed.
     open: u64,
     peak: u64,
-    /// When the requests that are open came.
+    /// Arrival of each open request.
     asked: BTreeMap<ClientId, Nanos>,
     /// Time that a request has to find room.
     wait_max: Nanos,
@@ -141,7 +141,7 @@ impl FaultIsolation {
             ClientAnswer::NoRole { .. } => model.is_some() && self.concerns_all(now, model),
             ClientAnswer::Failed(LegFailure::Request(_)) => true,
             ClientAnswer::Failed(LegFailure::Busy { .. }) => has_waited,
-            // Its own two prompts differ.
+            // The prompts of its two legs differ.
             ClientAnswer::Failed(LegFailure::Instance(Failure::PromptMismatch { .. })) => true,
             _ if self.general || self.is_full(answer) => true,
             ClientAnswer::NoInstance(_) | ClientAnswer::Overload => self.concerns_all(now, model),

@@ -16,7 +16,7 @@ use kvferry_scenarios::Run;
 use kvferry_scenarios::run::InstanceSettings;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Tries of a leg that instances refuse as busy, at most: who is refused learns when there is room.
+/// Most tries of a leg that instances refuse as busy: the router learns when there is room.
 const BUSY_MAX: usize = 64;
 
 /// Dials that nobody answered.

@@ -238,7 +238,7 @@ impl InvariantBench {
         self.see(Observation::FrameSent { from, to, frame });
     }
 
-    /// D0 asks P0 for a prompt that it reads.
+    /// D0 asks P0 for a prompt that D0 will read.
     pub(super) fn pull(&mut self, tag: AttemptTag, tokens: u32) {
         self.send(D0, P0, Message::Pull { tag, tokens, prompt_hash: HASH, verify: None });
     }

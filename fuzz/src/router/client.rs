@@ -1,4 +1,4 @@
-//! A client that keeps to its script, and what it received.
+//! A client that follows its script, and the bytes that it received.
 
 use super::responses::{ReceivedResponse, responses};
 use super::script::{ClientStep, ScriptedRequest};
@@ -10,10 +10,10 @@ use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::{sleep, timeout};
 
-/// Silence after which nothing more is expected: more than all tries of all legs may take.
+/// Silence after which nothing more is expected: longer than all tries of all legs together.
 const QUIET: Duration = Duration::from_secs(50);
 
-/// Time in which the router takes bytes, or is taken not to read.
+/// Time in which the router has to read bytes; after it, the client assumes that it does not read.
 const UNREAD: Duration = Duration::from_secs(90);
 
 /// A connection while its script is played.
@@ -32,12 +32,12 @@ struct ScriptedClient {
 /// Plays a script from an address of loopback.
 ///
 /// # Panics
-/// If the router answers what is not an answer, too often, or not at all.
+/// If the router sends something that is not an answer, too many answers, or none at all.
 pub(super) async fn play(steps: Vec<ClientStep>, from: Ipv4Addr, to: SocketAddr) {
     let socket = TcpSocket::new_v4().expect("a socket");
     socket.bind((from, 0).into()).expect("an address of loopback");
     let mut stream = socket.connect(to).await.expect("the router listens");
-    // The clock does not wait for what the kernel holds back.
+    // The paused clock does not wait for bytes that the kernel delays.
     stream.set_nodelay(true).expect("an open socket");
     let state = ScriptedClient::default();
     let was_reset = {
@@ -58,7 +58,7 @@ pub(super) async fn play(steps: Vec<ClientStep>, from: Ipv4Addr, to: SocketAddr)
         stream.set_zero_linger().expect("an open socket");
         return;
     }
-    // Bytes of no known meaning have answers that only their sender could tell apart.
+    // Only the sender of arbitrary bytes could tell their answers apart.
     let is_raw = |step: &ClientStep| matches!(step, ClientStep::Raw(_) | ClientStep::Half(_));
     if !state.is_deaf.get() && !steps.iter().any(is_raw) {
         check(&state);
@@ -152,7 +152,7 @@ fn whole(request: &ScriptedRequest) -> Vec<u8> {
     bytes
 }
 
-/// Sends one well-formed request; its answer.
+/// Sends one well-formed request and returns its answer.
 pub(super) async fn ask(to: SocketAddr, is_streamed: bool) -> Option<ReceivedResponse> {
     let stream = if is_streamed { ",\"stream\":true" } else { "" };
     let body = format!("{{\"model\":\"m\",\"prompt\":\"p\",\"max_tokens\":4{stream}}}");

@@ -69,7 +69,7 @@ async fn serve(mut stream: TcpStream, answers: Answers, is_prefill: bool) -> io:
     Ok(())
 }
 
-/// The next leg, whose body is not kept; `bytes` are what came behind it.
+/// Reads the next leg and drops its body; `bytes` are those that follow it.
 async fn receive(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> io::Result<Option<ScriptedLeg>> {
     let mut buffer = [0; 4096];
     let head = loop {
@@ -101,7 +101,7 @@ async fn receive(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> io::Result<Opti
         if len == 0 {
             return Ok(None);
         }
-        // A marker may lie in two reads: then the answer is not streamed, which is as good.
+        // A marker may be split over two reads: then the answer is not streamed, which is as good.
         window.clear();
         window.extend_from_slice(&buffer[..len]);
     }

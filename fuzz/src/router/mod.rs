@@ -1,6 +1,6 @@
 //! The router between clients and instances that may send anything: HTTP from end to end.
 //!
-//! The clock stands still while anything can be done, so that the time of a timeout passes at once.
+//! The clock stands still while any task can run, so timeouts pass without waiting.
 
 mod client;
 mod instance;
@@ -22,10 +22,10 @@ use std::time::Duration;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::sleep;
 
-/// Memory of the router, the clients and the instances, beside a few copies of what they send.
+/// Memory of the router, the clients and the instances, without the copies of what they send.
 const HELD_MAX: usize = 24 << 20;
 
-/// Copies of all bodies, on both sides of the router and in it.
+/// Number of copies of all bodies, on both sides of the router and in it.
 const COPIES_MAX: usize = 6;
 
 /// Seconds after which nothing is in flight any more.
@@ -38,7 +38,7 @@ thread_local! {
     static PANICS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Has panics of tasks counted, which the runtime keeps to itself.
+/// Counts panics of tasks, which the runtime would otherwise hide.
 fn count_panics() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

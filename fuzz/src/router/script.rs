@@ -40,11 +40,11 @@ pub(super) struct ScriptedRequest {
     extra: Vec<u8>,
 }
 
-/// What an instance answers to one leg.
+/// Answer of an instance to one leg.
 #[derive(Clone, Debug)]
 pub(super) struct ScriptedAnswer {
     status: u8,
-    /// Framing in the lower four bits, flags in the others.
+    /// Framing in the lower four bits, flags in the upper ones.
     framing: u8,
     header: u8,
     /// Kind of the body in the upper three bits, and its size in the others.
@@ -59,15 +59,15 @@ pub(super) struct Script {
     pub(super) instances: [Vec<ScriptedAnswer>; 2],
 }
 
-/// End of the body of an answer.
+/// Framing of an answer's body.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Framing {
     Length,
     Chunked,
     Close,
-    /// The length is more than what comes.
+    /// The length is greater than that of the body.
     Longer,
-    /// The length is less than what comes.
+    /// The length is less than that of the body.
     Shorter,
     /// A chunk has a length that is not a number.
     BrokenChunk,
@@ -243,7 +243,7 @@ impl ScriptedAnswer {
         self.has(7)
     }
 
-    /// The head but for the framing.
+    /// The head without the framing.
     pub(super) fn head(&self) -> Vec<u8> {
         let status = STATUS[usize::from(self.status) % STATUS.len()];
         let kind = if self.has(4) { "text/event-stream" } else { "application/json" };
@@ -261,7 +261,7 @@ impl ScriptedAnswer {
         head
     }
 
-    /// The body; none if it is the usual one.
+    /// The body; `None` for the default one.
     pub(super) fn body(&self) -> Option<Vec<u8>> {
         let size = usize::from(self.body & 31);
         let params = |params: &[u8]| {

@@ -1,4 +1,4 @@
-//! Scripts to start from: one misbehaviour each, of a client or of an instance.
+//! Scripts to start from: each has one misbehaviour of a client or of an instance.
 
 /// Actors of a record.
 const CLIENT: u8 = 0;

@@ -27,7 +27,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Most characters of a text that may be another machine's.
+/// Most characters of a text that may come from another machine.
 const SHOWN: usize = 4_096;
 
 /// The address of a server that only this machine reaches.
@@ -233,7 +233,7 @@ pub(crate) fn command(args: &DoctorArgs, out: &mut dyn Write) -> Result<Exit, Co
     Ok(if is_fit { Exit::HELD } else { Exit::UNFIT })
 }
 
-/// Tells a check, of whose text some may be another machine's.
+/// Prints the result of a check, whose text may come from another machine.
 fn tell(args: &DoctorArgs, check: &Check, out: &mut dyn Write) -> Result<(), CommandError> {
     let found = printable(&check.found, SHOWN);
     let remedy = check.remedy.as_deref().map(|remedy| printable(remedy, SHOWN));

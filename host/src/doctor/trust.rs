@@ -54,7 +54,7 @@ pub(super) fn trust(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -
     }
 }
 
-/// Whether bytes of KV that leave this machine are protected on their way, with this configuration.
+/// Checks whether KV that leaves this machine is encrypted with this configuration.
 pub(super) fn encryption(args: &DoctorArgs, config: &Result<SidecarConfig, String>) -> Check {
     const NAME: &str = "encrypt";
     let Ok(config) = config else {

@@ -97,7 +97,8 @@ impl InstanceIdentity {
             return Err("a prefill instance takes legs of a router, with kv_transfer_params".into());
         };
         if let Some(transfer) = native::<PrefillLeg>(json)? {
-            // A native leg names no peer in MoRIIO's form, which a prefill would dial.
+            // Drops a peer in MoRIIO's form, which a native leg must not name: a prefill would dial
+            // it.
             let transfer = PrefillLeg { moriio: None, ..transfer };
             return Ok(LegBody::Prefill { transfer, prompt: 0 });
         }
@@ -118,7 +119,8 @@ impl InstanceIdentity {
             // A decode that pulls comes by itself and need not be known.
             Mode::Pull => None,
         };
-        // As a decode with a secret does, which then speaks MoRIIO.
+        // With a secret the id's native mark is ignored, as at the decode, which then speaks
+        // MoRIIO.
         let named = embedded.filter(|_| !self.proof.is_demanded()).and_then(incarnation_of);
         let native = named.is_some() || self.mode == Mode::Push && peer.is_none();
         let moriio = (!native).then(|| Arc::new(MoriioLeg { peer, ..MoriioLeg::default() }));
@@ -159,7 +161,7 @@ impl InstanceIdentity {
             return Err(unsealed(&prefill));
         }
         let incarnation = embedded_peer(Role::Decode, request).and_then(incarnation_of);
-        // The request id proves nothing: with a secret, what it says of the native dialect is ignored.
+        // The request id proves nothing: with a secret, its mark of the native dialect is ignored.
         let incarnation = incarnation.filter(|_| !only);
         let leg = MoriioLeg { peer: Some(peer), blocks, only };
         let moriio = incarnation.is_none().then(|| Arc::new(leg));
@@ -193,7 +195,7 @@ impl InstanceIdentity {
     }
 }
 
-/// Error for a leg without a seal that names a prefill, where there is a secret and no MoRIIO peers.
+/// Error for a leg that names a prefill without a seal, if there is a secret and no MoRIIO peers.
 fn unsealed(prefill: &EngineId) -> String {
     format!(
         "the leg names the prefill {} and has no seal, which is demanded where there is a secret: send \

@@ -4,7 +4,7 @@ use std::net::Ipv6Addr;
 
 const FORM: &str = "give HOST:PORT, IPv6 in brackets";
 
-/// Address of an argument at which something listens: HOST:PORT, the port from 1 on.
+/// Parses the address of a listener that a command connects to: HOST:PORT, port from 1 on.
 ///
 /// # Errors
 /// Another form, or a port that is not a number from 1 to 65535.
@@ -15,7 +15,7 @@ pub(crate) fn dialled(text: &str) -> Result<String, String> {
     }
 }
 
-/// Address of an argument to listen at: HOST:PORT, where port 0 is a free one.
+/// Parses an address to listen at: HOST:PORT, where port 0 means a free port.
 ///
 /// # Errors
 /// Another form, or a port that is not a number from 0 to 65535.

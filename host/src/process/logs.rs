@@ -31,11 +31,11 @@ impl Default for LogArgs {
     }
 }
 
-/// Standard error, on which only what is printable of a log line is written: some of it is what peers
-/// say.
+/// Standard error with the unprintable characters of log lines replaced, because lines quote what
+/// peers send.
 struct PrintableStderr;
 
-/// What is written of a line.
+/// The printable form of a line, of bounded length.
 fn shown(line: &[u8]) -> Cow<'_, [u8]> {
     let is_plain = |byte: &u8| matches!(byte, b' '..=b'~' | b'\n' | b'\t');
     if line.len() <= LINES_MAX && line.iter().all(is_plain) {
@@ -49,7 +49,7 @@ fn shown(line: &[u8]) -> Cow<'_, [u8]> {
 }
 
 impl Write for PrintableStderr {
-    /// Takes a whole line.
+    /// Writes a whole line.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         io::stderr().write_all(&shown(line))?;
         Ok(line.len())

@@ -31,7 +31,7 @@ use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{LineStyle, Row, Table, TableStyle};
 use std::time::Duration;
 
-/// Most characters of what is said on standard error at a time: some of it is what peers say.
+/// Most characters of one message on standard error, which may quote what peers send.
 pub(crate) const LINES_MAX: usize = 64 << 10;
 
 /// Lines around a table and below its header.

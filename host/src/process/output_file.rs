@@ -15,10 +15,10 @@ pub(crate) struct Overwrite {
 }
 
 impl Overwrite {
-    /// Fails if the file of an option exists and must not be overwritten; for before a long run.
+    /// Fails if the file of an option exists and must not be overwritten. Called before a long run.
     ///
     /// # Errors
-    /// The option, the file and the remedy.
+    /// Names the option, the file and the remedy.
     pub(crate) fn check(self, option: &str, path: &Path) -> Result<(), CommandError> {
         match !self.force && path.symlink_metadata().is_ok_and(|file| file.is_file()) {
             true => Err(refused(option, path, &ErrorKind::AlreadyExists.into())),
@@ -41,7 +41,7 @@ impl Overwrite {
     }
 
     fn open(self, path: &Path) -> std::io::Result<File> {
-        // A device such as /dev/stdout has nothing to lose.
+        // A device such as /dev/stdout has no content to lose.
         let is_new = !self.force && path.metadata().map_or(true, |file| file.is_file());
         let mut options = OpenOptions::new();
         match is_new {

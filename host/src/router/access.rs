@@ -1,7 +1,8 @@
-//! Names that a listener is asked by, and origins of browsers' pages that may use it.
+//! Rules of a listener: host names in requests, and origins of web pages, that it serves.
 //!
-//! A listener at loopback is reached by browsers on its machine, and so by every page in them. It
-//! serves requests for names of this machine only, and not for pages of others.
+//! Every page in a browser can reach a listener at loopback of the browser's machine. So such a
+//! listener serves only requests for names of this machine, and only pages from it, unless options
+//! allow more.
 
 use super::error::HttpError;
 use axum::extract::Request;
@@ -19,17 +20,17 @@ use kvferry_engine::fabric::unbracketed;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-/// Characters of a header of a client that it is shown.
+/// Most characters of a client's header that an error quotes.
 const SHOWN: usize = 200;
 
 /// Options about names and pages.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct AccessArgs {
-    /// Origin of web pages that may ask at --listen and read the answers, e.g. https://ui.example; *
-    /// for all. May be repeated
+    /// Origin of web pages that may send requests to --listen and read the answers, e.g.
+    /// https://ui.example; * for all. May be repeated
     #[arg(long, value_name = "ORIGIN", value_parser = origin)]
     cors_allow_origin: Vec<HeaderValue>,
-    /// Name by which listeners at loopback may be asked, beside localhost and addresses of loopback.
+    /// Name that listeners at loopback accept as Host, besides localhost and addresses of loopback.
     /// May be repeated
     #[arg(long, value_name = "NAME")]
     allow_host: Vec<String>,
@@ -49,22 +50,22 @@ fn authority(text: &str) -> Option<Authority> {
     text.parse().ok()
 }
 
-/// Who may use a listener.
+/// Clients and pages that may use a listener.
 #[derive(Debug)]
 pub(crate) struct AccessRules {
     is_loopback: bool,
-    /// Clients verify the listener's name by its certificate.
+    /// With TLS, clients verify the listener's name by its certificate.
     is_tls: bool,
     hosts: Vec<String>,
     origins: Vec<HeaderValue>,
 }
 
-/// What a listener does with a request.
+/// Decision of a listener about a request.
 #[derive(Debug)]
 pub(crate) enum Access {
     /// Serve it; the answer names this origin, if there is one.
     Serve(Option<HeaderValue>),
-    /// Answer so, and do not serve it.
+    /// Reject it with this answer.
     Answer(Box<Response>),
 }
 
@@ -106,7 +107,8 @@ impl AccessRules {
         let is_preflight = *method == Method::OPTIONS && asked_method.is_some();
         let is_refused = match allowed {
             Some(_) => false,
-            // A page of this machine is served, but it cannot read answers of another origin.
+            // A page of this machine is served, but the browser hides answers of another origin
+            // from it.
             None => is_preflight || self.is_loopback && !self.is_own(origin),
         };
         if is_refused {
@@ -123,7 +125,7 @@ impl AccessRules {
         }
     }
 
-    /// The only origin that answers may name if the request has not been read.
+    /// The only origin that an answer may name if the request could not be read.
     pub(crate) fn sole_origin(&self) -> Option<&str> {
         match &self.origins[..] {
             [one] => one.to_str().ok(),
@@ -131,7 +133,7 @@ impl AccessRules {
         }
     }
 
-    /// The origin that an answer names to a page.
+    /// The origin that an answer allows a page to have.
     fn allowed(&self, origin: &HeaderValue) -> Option<HeaderValue> {
         let is_it =
             |it: &&HeaderValue| *it == "*" || it.as_bytes().eq_ignore_ascii_case(origin.as_bytes());
@@ -139,7 +141,7 @@ impl AccessRules {
         Some(if allowed == "*" { allowed.clone() } else { origin.clone() })
     }
 
-    /// Why a listener at loopback does not serve a request for this host.
+    /// Reason why a listener at loopback rejects a request for this host, if it does.
     fn wrong_host(&self, uri: &Uri, headers: &HeaderMap) -> Option<HttpError> {
         if !self.is_loopback || self.is_tls {
             return None;
@@ -160,7 +162,7 @@ impl AccessRules {
         Some(HttpError::new(StatusCode::FORBIDDEN, &message))
     }
 
-    /// True if a page of this origin comes from this machine, or from an allowed name of it.
+    /// True if a page of this origin is from this machine, or from a name that is allowed for it.
     fn is_own(&self, origin: &HeaderValue) -> bool {
         let host = origin.to_str().ok().and_then(|it| it.split_once("://"));
         let host = host.and_then(|(_, host)| authority(host));
@@ -176,7 +178,7 @@ impl AccessRules {
     }
 }
 
-/// An app whose listener has an address and no options of access: at loopback it serves names and
+/// App of a listener that has an address but no access options: at loopback it serves names and
 /// pages of this machine only.
 pub(crate) fn guarded(app: axum::Router, at: SocketAddr) -> axum::Router {
     let rules = AccessArgs::default().for_operators(at);
@@ -191,10 +193,10 @@ pub(crate) fn guarded(app: axum::Router, at: SocketAddr) -> axum::Router {
     }))
 }
 
-/// Refuses a request that a page of another origin than the listener's own makes.
+/// Rejects a request from a page whose origin is not that of the listener.
 ///
 /// # Errors
-/// Its `Origin` is not `Host`.
+/// The `Origin` differs from `Host`.
 pub(crate) fn check_same_origin(headers: &HeaderMap) -> Result<(), HttpError> {
     let Some(origin) = headers.get(ORIGIN) else { return Ok(()) };
     let page = origin.to_str().ok().and_then(|it| it.split_once("://")).map(|(_, host)| host);
@@ -228,7 +230,7 @@ fn preflight(asked: &HeaderMap, allowed: Option<HeaderValue>) -> Response {
     response
 }
 
-/// Has a page of this origin read the answer.
+/// Allows a page of this origin to read the answer.
 pub(crate) fn add_origin(response: &mut Response, allowed: Option<HeaderValue>) {
     let Some(allowed) = allowed else { return };
     let headers = response.headers_mut();
@@ -251,7 +253,7 @@ mod tests {
         args.for_clients(at.parse().expect("an address"), false)
     }
 
-    /// 200 if it is served.
+    /// Status of the answer; 200 if the request is served.
     fn status(rules: &AccessRules, host: &str, origin: &str) -> u16 {
         let mut headers = HeaderMap::new();
         for (name, value) in [(HOST, host), (ORIGIN, origin)] {

@@ -66,7 +66,7 @@ struct ListedInstance {
     dp_size: u16,
     tp_size: u16,
     state: &'static str,
-    /// True if it can serve now: what `/readiness` counts.
+    /// True if it can serve now, as `/readiness` counts.
     serves: bool,
     /// Why the last connection to it was none.
     unreachable: Option<String>,
@@ -127,7 +127,7 @@ fn seconds(span: Nanos) -> f64 {
     span.0 as f64 / 1e9
 }
 
-/// Why an instance is not taken that is this router.
+/// Reason why an instance that is this router itself is rejected.
 const OWN_ADDRESS: &str = "this router itself answers there: correct --prefill, --decode, or \
                            http_port of the connector";
 
@@ -357,7 +357,7 @@ impl Admin {
         ready.sort_by_key(|it| (it.is.0 == Role::Prefill, it.in_flight_legs));
         let mut why =
             "no instance is ready; /workers of --admin-addr has what is registered".to_owned();
-        // Lists are short: all clients that ask for them have one share.
+        // The lists are short, so all clients that ask for them share one account.
         let mut memory = self.handler.memory.charge(PeerSource::new(Ipv4Addr::UNSPECIFIED.into()));
         let (mut lists, mut asked) = (ModelLists::default(), 0);
         for worker in &ready {

@@ -17,7 +17,7 @@ pub(crate) enum Api {
     Chat,
     Responses,
     Generate,
-    /// Of Anthropic's form.
+    /// Anthropic's form.
     Messages,
 }
 
@@ -69,14 +69,14 @@ static ONE_TOKEN: [(&str, FieldEdit); 5] = [
     ("stream_options", FieldEdit::Drop),
 ];
 
-/// The same for responses.
+/// Edits of a prefill leg of the responses API.
 static ONE_OUTPUT_TOKEN: [(&str, FieldEdit); 3] = [
     ("max_output_tokens", put(b"1")),
     ("stream", put(b"false")),
     ("stream_options", FieldEdit::Drop),
 ];
 
-/// The same for messages.
+/// Edits of a prefill leg of the messages API.
 static ONE_MESSAGE_TOKEN: [(&str, FieldEdit); 2] =
     [("max_tokens", put(b"1")), ("stream", put(b"false"))];
 
@@ -130,7 +130,7 @@ impl Api {
             Api::Completions | Api::Chat => &ONE_TOKEN,
             Api::Responses => &ONE_OUTPUT_TOKEN,
             Api::Generate => &ONE_TOKEN[3..],
-            // Its engines know no smallest number of tokens.
+            // This path has no `min_tokens`.
             Api::Messages => &ONE_MESSAGE_TOKEN,
         }
     }
@@ -150,7 +150,7 @@ pub(crate) struct RequestPart {
 pub(crate) struct GenerationRequest {
     pub(crate) api: Api,
     fields: JsonFields,
-    /// Of the path that has them in an object of their own.
+    /// The parameters' own object, on the path that has one.
     sampling_params: Option<JsonFields>,
     pub(crate) stream: bool,
     /// Samples per prompt.
@@ -328,7 +328,7 @@ fn spliced(fields: JsonFields, splices: Splices) -> Result<JsonFields, HttpError
     JsonFields::parse(text).map_err(|why| HttpError::bad(&why.of("the body"), ""))
 }
 
-/// The `sampling_params` of the path that has them, if the body does.
+/// The `sampling_params` of the body, on the path that has them.
 fn sampling_params(api: Api, fields: &JsonFields) -> Result<Option<JsonFields>, HttpError> {
     let range = fields.range("sampling_params").filter(|_| api == Api::Generate);
     let given = range.map(|range| JsonFields::within(fields.text().clone(), range)).transpose();
@@ -354,7 +354,7 @@ fn samples(
     fields: &JsonFields,
     sampling_params: Option<&JsonFields>,
 ) -> Result<u32, HttpError> {
-    // The only path without such fields: engines ignore them.
+    // This path has no such fields; engines ignore them.
     if api == Api::Messages {
         return Ok(1);
     }

@@ -42,10 +42,10 @@ pub(crate) struct RouterArgs {
     /// $KVFERRY_SECRET_FILE by default
     #[arg(long, value_name = "FILE")]
     pub(crate) secret_file: Option<PathBuf>,
-    /// Take only instances that sign their registrations; so it is in any case if there is a secret
+    /// Take only instances that sign their registrations; the default if there is a secret
     #[arg(long)]
     pub(crate) require_signed: bool,
-    /// Though there is a secret, take instances that do not sign their registrations, too
+    /// Also take instances that do not sign their registrations, although there is a secret
     #[arg(long, conflicts_with = "require_signed")]
     pub(crate) allow_unsigned: bool,
     #[command(flatten)]
@@ -122,14 +122,14 @@ pub(crate) struct RouterArgs {
     /// Longest body of a request, in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub(crate) body_max: usize,
-    /// Bytes of memory for bodies of requests, answers that are not streamed, and events of streams
-    /// that are not whole; one address gets no more than is left for others
+    /// Bytes of memory for bodies of requests, answers that are not streamed, and incomplete events
+    /// of streams; one address gets no more than is left for others
     #[arg(long, alias = "bodies-max", value_name = "BYTES", default_value_t = 1 << 30)]
     pub(crate) memory_max: usize,
     /// Connections of clients; idle ones are closed for new ones
     #[arg(long, value_name = "N", default_value_t = 10_000)]
     pub(crate) connections_max: u32,
-    /// Seconds in which a client has to read something of its answer while bytes of it wait
+    /// Seconds in which a client has to read some bytes of its answer while bytes wait
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0)]
     pub(crate) write_timeout: f64,
     #[command(flatten)]
@@ -155,7 +155,7 @@ pub(crate) struct HttpLimits {
     pub(crate) prefix_tokens: u32,
 }
 
-/// What all of the HTTP side shares.
+/// Settings and state that all of the HTTP side shares.
 #[derive(Clone, Debug)]
 pub(crate) struct HttpSettings {
     pub(crate) limits: HttpLimits,
@@ -165,7 +165,7 @@ pub(crate) struct HttpSettings {
     pub(crate) proof: FleetProof,
     /// Requests that may be open; 0: any number.
     pub(crate) open_max: u32,
-    /// Time in which a client has to read something of its answer.
+    /// Time in which a client has to read some bytes of its answer.
     pub(crate) write_timeout: Duration,
     pub(crate) identity: RouterIdentity,
     pub(crate) makers: ResponseMakers,
@@ -173,7 +173,7 @@ pub(crate) struct HttpSettings {
 
 #[cfg(test)]
 impl HttpSettings {
-    /// Those of a router without keys and secrets.
+    /// Settings of a router without keys and secrets.
     pub(super) fn open(limits: HttpLimits) -> HttpSettings {
         HttpSettings {
             limits,

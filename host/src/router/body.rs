@@ -50,7 +50,8 @@ pub(crate) struct ClientBody {
 }
 
 impl ClientBody {
-    /// A body of a stream for each part; `merger` unless they are passed on as they are.
+    /// Bodies of the streams, one for each part; `merger` is absent if they are passed on
+    /// unchanged.
     pub(crate) fn new(
         asked: &GenerationRequest,
         events: mpsc::Receiver<ClientEvent>,

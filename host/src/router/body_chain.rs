@@ -16,17 +16,17 @@ const FRAME_MAX: usize = 64 << 10;
 /// Slices shorter than this are copied together.
 const SHARED_MIN: usize = 256;
 
-/// A body, of which the slices are sent one after another.
+/// A body made of slices, which are sent one after another.
 #[derive(Debug, Default)]
 pub(crate) struct BodyChain {
     slices: VecDeque<Bytes>,
     left: usize,
-    /// Charges for the bytes, until they are sent.
+    /// Charges for the bytes; dropped when they are sent.
     _held: Vec<MemoryCharge>,
 }
 
 impl BodyChain {
-    /// The same body, which holds these charges until it is sent or dropped.
+    /// The same body holding these charges until it is sent or dropped.
     pub(crate) fn holding(self, held: Vec<MemoryCharge>) -> BodyChain {
         BodyChain { _held: held, ..self }
     }

@@ -1,4 +1,4 @@
-//! Bytes to and from a client, whose connection ends when the client reads nothing for long.
+//! Bytes to and from a client. The connection ends if the client reads nothing for too long.
 
 use super::connections::ClientConnection;
 use std::io::{self, IoSlice};
@@ -9,12 +9,12 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// A connection with a limit of the time in which none of its bytes can be written.
+/// A connection that ends if none of its waiting bytes can be written for a time.
 pub(crate) struct ClientStream<S> {
     stream: S,
     limit: Duration,
     own: Arc<ClientConnection>,
-    /// Ends the connection, while bytes wait for the client to read.
+    /// Timer that ends the connection; set while bytes wait for the client to read.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
@@ -23,7 +23,7 @@ impl<S> ClientStream<S> {
         ClientStream { stream, limit, own, stalled: None }
     }
 
-    /// What the connection makes of a try to write.
+    /// Handles the result of an attempt to write.
     fn written<T>(
         &mut self,
         tried: Poll<io::Result<T>>,
@@ -105,7 +105,7 @@ mod tests {
         let own = ConnectionTable::new(1).admit([127, 0, 0, 1].into()).expect("a place");
         let (stream, mut client) = duplex(10);
         let mut stream = ClientStream::new(stream, LIMIT, own);
-        // One that reads slowly goes on.
+        // A client that reads slowly keeps its connection.
         let begin = Instant::now();
         let slowly = async {
             for _ in 0..10 {

@@ -10,18 +10,19 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
 
-/// A connection whose client has read nothing for so long gives way before others that are in use.
+/// A connection whose client has read nothing for this time is closed before other busy ones.
 const STALLED: Duration = Duration::from_secs(5);
 
-/// All connections of clients. If there is no place for a new one, it takes that of another, by the
-/// first rule that finds one:
+/// All connections of clients. If the table is full, a new connection replaces another one, chosen
+/// by the first of these rules that finds one:
 ///
-/// 1. the one that has been idle for longest, of the address that has the most idle ones;
-/// 2. the one whose client has read nothing for longest, of the address that has the most such;
-/// 3. the newest that is in use, of the address that has the most connections, if these are more
-///    than the new one's address will have.
+/// 1. the one that has been idle for longest, of the address with the most idle ones;
+/// 2. the one whose client has read nothing for longest, of the address with the most such ones;
+/// 3. the newest busy one, of the address with the most connections, if that address has more than
+///    the new one's address will have.
 ///
-/// So an address that floods closes its own.
+/// Rules 1 and 2 skip addresses with fewer connections than the new one's address. So an address
+/// that floods the router closes its own connections.
 #[derive(Debug)]
 pub(crate) struct ConnectionTable {
     most: usize,
@@ -31,32 +32,32 @@ pub(crate) struct ConnectionTable {
 #[derive(Debug, Default)]
 struct TableState {
     total: usize,
-    /// Number of changes of use so far, which are numbered in their order, from 1.
+    /// Number of state changes so far; each change gets the next number, from 1.
     moments: u64,
     accounts: HashMap<PeerSource, ConnectionAccount>,
 }
 
-/// The connections of one address, each in one of the maps, by when its use changed.
+/// The connections of one address. Each is in one map, under the number of its last change.
 #[derive(Debug, Default)]
 struct ConnectionAccount {
     total: usize,
-    /// Those without a request whose body is whole.
+    /// Connections that have no complete request.
     idle: BTreeMap<u64, Arc<Notify>>,
-    /// Those with a request.
+    /// Connections with a complete request.
     busy: BTreeMap<u64, Arc<Notify>>,
-    /// Those with a request whose answer the client does not read, since when.
+    /// Connections with an answer that the client does not read, and since when.
     stalled: BTreeMap<u64, (Instant, Arc<Notify>)>,
 }
 
 impl ConnectionAccount {
-    /// Connections whose clients do not read, if one of them has read nothing for long.
+    /// Number of connections whose clients do not read, if one of them has not for long; else 0.
     fn stalled(&self) -> usize {
         let first = self.stalled.first_key_value();
         let is_long = first.is_some_and(|(_, (since, _))| since.elapsed() >= STALLED);
         if is_long { self.stalled.len() } else { 0 }
     }
 
-    /// Takes out the connection that is to be closed.
+    /// Removes the connection that is to be closed.
     fn take(&mut self, next: NextToClose) -> Option<Arc<Notify>> {
         match next {
             NextToClose::Idle => self.idle.pop_first().map(|(_, closed)| closed),
@@ -68,7 +69,7 @@ impl ConnectionAccount {
         }
     }
 
-    /// True if a connection was there, which is taken out.
+    /// Removes a connection; true if it was there.
     fn remove(&mut self, moment: u64) -> bool {
         self.idle.remove(&moment).is_some()
             || self.busy.remove(&moment).is_some()
@@ -76,7 +77,7 @@ impl ConnectionAccount {
     }
 }
 
-/// Connection of an address that is closed for a new one.
+/// Kind of connection that an address closes for a new one.
 #[derive(Clone, Copy)]
 enum NextToClose {
     /// The one that has been idle for longest.
@@ -99,7 +100,7 @@ impl ConnectionTable {
         Arc::new(ConnectionTable { most, state: Mutex::default() })
     }
 
-    /// Takes a connection in, if need be in the place of another.
+    /// Admits a connection; closes another one for it if the table is full.
     pub(crate) fn admit(
         self: &Arc<ConnectionTable>,
         address: IpAddr,
@@ -122,7 +123,7 @@ impl ConnectionTable {
 }
 
 impl TableState {
-    /// Closes a connection for one of an account.
+    /// Closes a connection to make room for one of an account.
     fn close_one(&mut self, account: PeerSource) -> bool {
         let Some((of, next)) = self.next_to_close(account) else { return false };
         let closed = self.accounts.get_mut(&of).and_then(|own| own.take(next));
@@ -132,7 +133,7 @@ impl TableState {
         true
     }
 
-    /// The account, and which connection of it, that gives way to one of `account`.
+    /// The account, and the kind of its connection, that gives way to one of `account`.
     fn next_to_close(&self, account: PeerSource) -> Option<(PeerSource, NextToClose)> {
         let own = self.accounts.get(&account).map_or(0, |own| own.total);
         let may = |(of, it): &(&PeerSource, &ConnectionAccount)| **of == account || it.total >= own;
@@ -166,7 +167,7 @@ pub(crate) struct ClientConnection {
     table: Arc<ConnectionTable>,
     account: PeerSource,
     closed: Arc<Notify>,
-    /// The moment at which its use changed.
+    /// Number of its last change.
     moment: AtomicU64,
 }
 
@@ -180,7 +181,7 @@ impl ClientConnection {
         self.closed.notified().await;
     }
 
-    /// Has it stay, as it has a request whose body is whole, until that is answered.
+    /// Marks it as busy: its request is complete, and is to be answered.
     pub(crate) fn begin(&self) {
         self.change(|own, before, now| {
             let closed = own.idle.remove(&before)?;
@@ -208,7 +209,7 @@ impl ClientConnection {
         });
     }
 
-    /// Marks it as one whose client reads on.
+    /// Marks it as one whose client reads again.
     pub(crate) fn resume(&self) {
         self.change(|own, before, now| {
             let (_, closed) = own.stalled.remove(&before)?;
@@ -217,7 +218,7 @@ impl ClientConnection {
         });
     }
 
-    /// Moves it between the maps of its account, unless it is being closed, or `to` leaves it.
+    /// Moves it to another map of its account, unless it is being closed or `to` returns `None`.
     fn change(&self, to: impl FnOnce(&mut ConnectionAccount, u64, u64) -> Option<()>) {
         let state = &mut *lock(&self.table.state);
         let (before, now) = (self.moment.load(Ordering::Relaxed), state.moments + 1);
@@ -255,7 +256,7 @@ mod tests {
         let mut flood: Vec<_> =
             (0..20).map(|_| table.admit(at(2)).expect("it closes its own")).collect();
         assert_eq!(lock(&table.state).accounts[&PeerSource::new(at(2))].total, 3);
-        // All in use: an address gets no place of others that have fewer.
+        // All are busy: an address takes no place from others that have fewer.
         flood.drain(..17);
         flood.iter().for_each(|it| it.begin());
         assert_eq!(table.admit(at(2)).err(), Some(NoPlace { most: 4, own: 3 }));
@@ -282,7 +283,7 @@ mod tests {
         lock(&table.state).accounts.get(&PeerSource::new(at(n))).map_or(0, |it| it.total)
     }
 
-    /// True if it is being closed for another.
+    /// True if it is being closed to make room for another.
     fn is_closed(connection: &ClientConnection) -> bool {
         let state = lock(&connection.table.state);
         let moment = connection.moment.load(Ordering::Relaxed);
@@ -302,7 +303,7 @@ mod tests {
         assert_eq!((total(&table, 1), total(&table, 2)), (2, 2));
         let closed: Vec<bool> = flood.iter().map(|it| is_closed(it)).collect();
         assert_eq!(closed, [false, false, true, true], "the newest give way");
-        // Nobody gets more than others have left.
+        // No address gets more than the others have left.
         assert_eq!(table.admit(at(2)).err(), Some(NoPlace { most: 4, own: 2 }));
         assert_eq!(table.admit(at(1)).err(), Some(NoPlace { most: 4, own: 2 }));
         let third = table.admit(at(3)).err();
@@ -319,7 +320,7 @@ mod tests {
         flood[1].stall();
         flood[0].stall();
         flood[0].resume();
-        // A client that pauses is not taken for one that does not read.
+        // A client that pauses does not count as one that does not read.
         tokio::time::advance(STALLED / 2).await;
         flood[2].stall();
         tokio::time::advance(STALLED / 2).await;
@@ -328,7 +329,7 @@ mod tests {
         let closed: Vec<bool> = flood.iter().map(|it| is_closed(it)).collect();
         assert_eq!(closed, [false, true, false, false]);
         assert_eq!(table.admit(at(1)).err(), Some(NoPlace { most: 4, own: 4 }));
-        // Its answer is out: it is idle as others.
+        // Its answer is sent: it is idle again.
         flood[2].end();
         assert!(table.admit(at(2)).is_ok() && is_closed(&flood[2]));
         drop((flood, first));

@@ -42,7 +42,7 @@ pub(crate) fn extra_bytes(body: &[u8]) -> usize {
 /// The text of a body in UTF-8, without a byte order mark. A body in UTF-8 is not copied.
 ///
 /// # Errors
-/// A body that is not valid in the encoding that it begins with.
+/// A body that is not valid in its own encoding.
 pub(crate) fn to_utf8(body: Bytes) -> Result<Bytes, &'static str> {
     let (encoding, mark, is_little) = detected(&body);
     let text = body.slice(mark..);

@@ -46,7 +46,7 @@ enum ErrorCode {
 pub(crate) struct HttpError {
     pub(crate) status: StatusCode,
     pub(crate) body: Bytes,
-    /// Time after which the request may be sent again, if it is known.
+    /// Time after which the client may retry, if known.
     retry_after: Option<Duration>,
 }
 
@@ -80,7 +80,7 @@ impl HttpError {
         HttpError { status, body: body.into(), retry_after: None }
     }
 
-    /// The same with this time for the next try, if it has none.
+    /// Sets the time for the next try, unless the error has one.
     pub(crate) fn or_retry_after(mut self, span: Option<Duration>) -> HttpError {
         self.retry_after = self.retry_after.or(span);
         self
@@ -97,7 +97,8 @@ impl HttpError {
         HttpError::model_not_found(&message)
     }
 
-    /// Instances of the other role serve `asked`, and none of `missing`, which serve `served`.
+    /// Instances of the other role serve `asked`; those of the role `missing` serve `served`
+    /// instead.
     pub(crate) fn no_role(asked: &str, missing: Role, served: &[Arc<str>]) -> HttpError {
         let asked: String = asked.chars().take(NAME_SHOWN).collect();
         let more = if served.len() >= NAMED_MODELS_MAX { ", and perhaps others" } else { "" };
@@ -188,7 +189,7 @@ impl HttpError {
         event.into()
     }
 
-    /// The same in the form of a path: of /v1/messages that is Anthropic's.
+    /// The same error in the form of the path: on /v1/messages in Anthropic's.
     pub(crate) fn of(self, api: Api) -> HttpError {
         let is_told = |body: Bytes| {
             JsonFields::parse(body).is_ok_and(|object| object.get("type") == Some(b"\"error\""))

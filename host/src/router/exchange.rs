@@ -1,5 +1,5 @@
-//! A request of a client from its arrival to the beginning of its answer: its id, what is counted of
-//! it, and its line in the log.
+//! A client's request from its arrival to the beginning of its answer: its id, its metrics, and its
+//! log line.
 
 use super::connections::ClientConnection;
 use super::error::HttpError;
@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-/// A request that has no answer yet. A client that leaves drops it.
+/// A request that has no answer yet. Dropped if the client disconnects.
 pub(crate) struct ClientExchange<'a> {
     handler: &'a RequestHandler,
-    /// The path, as the table of paths has it.
+    /// The path, as in the table of paths.
     path: &'static str,
     pub(crate) id: ClientRequestId,
     start: Instant,
@@ -28,7 +28,7 @@ pub(crate) struct ClientExchange<'a> {
 }
 
 impl<'a> ClientExchange<'a> {
-    /// Begins it; an id that the router makes begins with `prefix`.
+    /// Begins the exchange; an id made by the router begins with `prefix`.
     pub(crate) fn begin(
         handler: &'a RequestHandler,
         path: &'static str,
@@ -44,7 +44,7 @@ impl<'a> ClientExchange<'a> {
         ClientExchange { handler, path, id, start: Instant::now(), in_flight }
     }
 
-    /// The answer as the client gets it.
+    /// The answer in the form in which the client gets it.
     pub(crate) fn finish(self, answer: Result<Response, HttpError>) -> Response {
         let ClientExchange { handler, path, id, start, in_flight } = self;
         let mut response = answer.unwrap_or_else(IntoResponse::into_response);
@@ -62,7 +62,7 @@ impl<'a> ClientExchange<'a> {
     }
 }
 
-/// The connection that a request came by, and its source for what is shared by sources.
+/// The connection of a request, and the source whose share of limits it uses.
 pub(crate) fn source_of(extensions: &Extensions) -> (Option<&Arc<ClientConnection>>, PeerSource) {
     let connection = extensions.get::<Arc<ClientConnection>>();
     let source =

@@ -1,5 +1,5 @@
-//! A JSON object in a text, and edits of it. Its values are ranges of the text: values that no edit
-//! concerns stay as they are, byte by byte, and are not copied.
+//! A JSON object in a text, and edits of it. Its values are ranges of the text. Values without
+//! edits keep their bytes and are not copied.
 
 use super::body_chain::{BodyChain, ChainBuilder};
 use super::json_scan::{self, JsonError, JsonMember};
@@ -8,8 +8,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// Members of one object of which the router reads or edits some. Objects within its values are
-/// bounded by the length of the text alone.
+/// Most members of an object that the router reads or edits. Nested objects are bounded only by the
+/// length of the text.
 pub(crate) const MEMBERS_MAX: usize = 1024;
 
 /// Longest key that is kept, in bytes with its escapes. The router reads and edits no key that is as
@@ -27,7 +27,7 @@ pub(crate) enum FieldsError {
 }
 
 impl FieldsError {
-    /// The error of the object that `subject` names.
+    /// Message for an error in the object that `subject` names.
     pub(crate) fn of(self, subject: &str) -> String {
         match self {
             FieldsError::Json(why) => format!("{subject} is not a JSON object: {why}"),
@@ -45,11 +45,11 @@ impl From<JsonError> for FieldsError {
     }
 }
 
-/// The object; of members with equal keys the last one counts.
+/// A JSON object; the last of several members with equal keys counts.
 #[derive(Clone, Debug)]
 pub(crate) struct JsonFields {
     text: Bytes,
-    /// The object in the text.
+    /// Range of the object in the text.
     range: Range<usize>,
     members: Vec<MemberRanges>,
     by_key: HashMap<Box<[u8]>, usize>,
@@ -59,7 +59,7 @@ pub(crate) struct JsonFields {
 
 #[derive(Clone, Debug)]
 struct MemberRanges {
-    /// From the opening quote of the key on.
+    /// Offset of the opening quote of the key.
     start: usize,
     value: Range<usize>,
     /// A later member has the same key.
@@ -80,7 +80,7 @@ pub(crate) enum FieldEdit {
 }
 
 impl JsonFields {
-    /// The object that the text is: UTF-8, perhaps with surrogates, as Python takes it.
+    /// Parses a text that is one object: UTF-8, with surrogates as Python accepts them.
     ///
     /// # Errors
     /// A text that is not one JSON object, or has too many members.
@@ -90,7 +90,7 @@ impl JsonFields {
         JsonFields::within(text, all)
     }
 
-    /// The object that a range of a checked text is, with the offsets of the text.
+    /// Parses a range of a checked text as one object; offsets are those of the text.
     ///
     /// # Errors
     /// A text that is not one JSON object, or has too many members.
@@ -122,7 +122,7 @@ impl JsonFields {
         self.range(key).map(|range| &self.text[range])
     }
 
-    /// The range of the value under a key; none also if it is null.
+    /// Range of the value under a key; `None` also if the value is null.
     pub(crate) fn range(&self, key: &str) -> Option<Range<usize>> {
         let range = self.member(key)?.value.clone();
         Some(range).filter(|range| &self.text[range.clone()] != b"null")
@@ -146,22 +146,22 @@ impl JsonFields {
         &self.text
     }
 
-    /// The object alone with these edits.
+    /// The object with these edits, without the text around it.
     pub(crate) fn edited(&self, edits: &[(&str, FieldEdit)]) -> Bytes {
         let mut splices = Splices::default();
         self.edit(edits, &mut splices);
         self.spliced(splices)
     }
 
-    /// The object alone with the changes that are in it.
+    /// The object with the changes within it, without the text around it.
     pub(crate) fn spliced(&self, splices: Splices) -> Bytes {
         let mut out = ChainBuilder::default();
         splices.apply(&self.text, self.range.clone(), &mut out);
         out.finish().to_bytes()
     }
 
-    /// Adds these edits; of several for one key the first counts. Members whose keys come again are
-    /// removed, so that every reader finds the same.
+    /// Adds these edits; the first of several for one key counts. Duplicate members are removed, so
+    /// that every parser reads the same value.
     pub(crate) fn edit(&self, edits: &[(&str, FieldEdit)], splices: &mut Splices) {
         let mut dropped: Vec<usize> = Vec::new();
         dropped.extend((0..self.members.len()).filter(|at| self.members[*at].is_superseded));
@@ -189,10 +189,10 @@ impl JsonFields {
         }
     }
 
-    /// Removes members, in their order, with their commas; true if none is left.
+    /// Removes members, given in order, with their commas; true if none is left.
     fn drop_members(&self, dropped: &[usize], splices: &mut Splices) -> bool {
         let mut kept = self.members.len();
-        // Members at the end go with the comma before them.
+        // Members at the end are removed with the comma before them.
         let at_end = dropped.iter().rev().take_while(|at| {
             let is_last = **at + 1 == kept;
             kept -= usize::from(is_last);
@@ -213,12 +213,12 @@ impl JsonFields {
     }
 }
 
-/// Changes of a text, applied at once.
+/// Changes of a text that are applied at once.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Splices(Vec<(Range<usize>, Bytes)>);
 
 impl Splices {
-    /// Replaces a range; those at one place keep their order.
+    /// Replaces a range; replacements at one place keep their order.
     pub(crate) fn replace(&mut self, range: Range<usize>, with: Bytes) {
         self.0.push((range, with));
     }
@@ -231,13 +231,12 @@ impl Splices {
         self.0.is_empty()
     }
 
-    /// Takes the changes within a range back.
+    /// Removes the changes within a range.
     pub(crate) fn clear_within(&mut self, range: &Range<usize>) {
         self.0.retain(|(at, _)| at.start < range.start || at.end > range.end);
     }
 
-    /// The part of the text that is the range, with the changes in it. Of changes that overlap the
-    /// first counts.
+    /// Returns a range of the text with the changes in it. Of overlapping changes the first counts.
     pub(crate) fn apply(mut self, text: &Bytes, range: Range<usize>, out: &mut ChainBuilder) {
         self.0.sort_by_key(|(at, _)| at.start);
         let mut from = range.start;
@@ -260,7 +259,7 @@ impl Splices {
     }
 }
 
-/// A key without its escapes. One with lone surrogates stays as it is: no edit has such a key.
+/// Decodes the escapes of a key. A key with lone surrogates stays as it is; no edit has such a key.
 fn unescaped(key: &[u8]) -> Cow<'_, [u8]> {
     if !key.contains(&b'\\') {
         return key.into();
@@ -272,7 +271,7 @@ fn unescaped(key: &[u8]) -> Cow<'_, [u8]> {
     }
 }
 
-/// Checks for UTF-8 that may have surrogates, as Python decodes bodies (`surrogatepass`).
+/// Checks for UTF-8 that may contain surrogates, as Python decodes bodies (`surrogatepass`).
 fn check_utf8(text: &[u8]) -> Result<(), FieldsError> {
     let mut from = 0;
     while let Err(why) = std::str::from_utf8(&text[from..]) {
@@ -285,7 +284,7 @@ fn check_utf8(text: &[u8]) -> Result<(), FieldsError> {
     Ok(())
 }
 
-/// The elements of the array under a range, at most `most` of them, and their number.
+/// Returns the first `most` elements of the array in a range, and the number of all.
 ///
 /// # Errors
 /// A text that is not one JSON array.
@@ -378,7 +377,7 @@ mod tests {
         };
         assert!(parsed(&object(MEMBERS_MAX)).is_ok());
         assert_eq!(parsed(&object(MEMBERS_MAX + 1)).err(), Some(FieldsError::Members));
-        // Only objects that are edited have the limit.
+        // Only objects that the router edits have the limit.
         assert!(parsed(&format!("{{\"logit_bias\":{}}}", object(40_000))).is_ok());
     }
 
@@ -422,7 +421,7 @@ mod tests {
             };
             (0..20).map(|_| once()).min().unwrap()
         };
-        // As many members in all, in objects of 16 and in one: a square would be 64 times as much.
+        // The same members in objects of 16, and in one: quadratic time would be 64 times as much.
         let (small, large) = (time(16), time(MEMBERS_MAX));
         assert!(large < small * 12, "{small:?} {large:?}");
     }

@@ -116,7 +116,7 @@ impl RequestHandler {
         Some(LegTracer { tracer, request: span.context().clone() })
     }
 
-    /// The whole body, the memory of which is charged to `memory`.
+    /// Reads the whole body; its bytes are charged to `memory`.
     pub(super) async fn body(
         &self,
         body: Body,
@@ -132,7 +132,7 @@ impl RequestHandler {
         memory.add(extra).map_err(|why| why.error("the body"))?;
         let text = encoding::to_utf8(body);
         if extra > 0 {
-            // The body as it came is gone. Less is always granted.
+            // The original body is freed. A smaller charge is always granted.
             let _ = memory.set(extra);
         }
         text.map_err(|why| HttpError::bad(&format!("the body: {why}"), ""))
@@ -229,7 +229,7 @@ async fn streamed(
         ClientEvent::Ended(Err(refusal)) => return Err(refusal),
         ClientEvent::Ended(Ok(())) => return Err(lost()),
     };
-    // One stream is only looked into if there is something to put into it, or to take out.
+    // A single stream is parsed only if something has to be added or removed.
     let is_edited = asked.is_split()
         || facts.cached.is_some()
         || facts.inner_id.is_some()
@@ -260,7 +260,7 @@ mod tests {
     use prometheus_client::metrics::counter::Counter;
     use std::time::Duration;
 
-    /// A router without instances, which answers at once, and with `places` in its mailbox.
+    /// A router without instances that answers at once and has `places` in its mailbox.
     fn handler(places: usize) -> RequestHandler {
         let (short, most) = (Duration::from_secs(300), 1 << 20);
         let limits = HttpLimits {

@@ -1,16 +1,15 @@
-//! Headers that pass through the router: of clients to engines all but a list, of instances to
-//! clients a list.
+//! Headers that the router passes: to engines all except a list, to clients only a list.
 //!
-//! Both lists are tables here, and docs/router.md has the same.
+//! Both lists are tables here; docs/router.md has the same ones.
 
 use super::error::HttpError;
 use super::identity::{ROUTER, RouterIdentity};
 use super::leg::REQUEST_ID;
 use hyper::header::{AUTHORIZATION, CONNECTION, HeaderMap, HeaderName, HeaderValue};
 
-/// Headers of a client that engines do not get, beside those that its `Connection` names.
+/// Client headers that engines do not get, besides those that `Connection` names.
 const NOT_TO_ENGINES: [&str; 26] = [
-    // Of the client's connection alone.
+    // About the client's connection only.
     "connection",
     "keep-alive",
     "proxy-authenticate",
@@ -21,21 +20,21 @@ const NOT_TO_ENGINES: [&str; 26] = [
     "transfer-encoding",
     "upgrade",
     "http2-settings",
-    // Of the body and of the server as the client named it: the router sends its own.
+    // About the client's body and server name: the router sends its own.
     "host",
     "content-length",
     "content-type",
     "content-encoding",
     "expect",
-    // The router reads answers, and does not decompress them.
+    // The router parses answers and does not decompress them.
     "accept-encoding",
-    // Of a browser and the site that it takes the router for.
+    // About a browser and the router's site.
     "cookie",
     "origin",
     "access-control-request-headers",
     "access-control-request-method",
     "access-control-request-private-network",
-    // The router's own, or of its making.
+    // Made or replaced by the router.
     "authorization",
     "x-api-key",
     "x-data-parallel-rank",
@@ -43,8 +42,8 @@ const NOT_TO_ENGINES: [&str; 26] = [
     "x-request-id",
 ];
 
-/// Headers of an instance that clients get, unless its `Connection` names them. A name that ends
-/// with `*` is the beginning of names.
+/// Instance headers that clients get, unless `Connection` names them. A name that ends with `*` is
+/// a prefix.
 const TO_CLIENTS: [&str; 20] = [
     "content-type",
     "content-encoding",
@@ -58,7 +57,7 @@ const TO_CLIENTS: [&str; 20] = [
     "tracestate",
     "traceresponse",
     "server-timing",
-    // What the libraries of OpenAI and Anthropic read.
+    // Headers that the client libraries of OpenAI and Anthropic read.
     "openai-model",
     "openai-processing-ms",
     "openai-version",
@@ -69,13 +68,13 @@ const TO_CLIENTS: [&str; 20] = [
     "anthropic-version",
 ];
 
-/// The key of Anthropic's libraries.
+/// Header with the API key of Anthropic's client libraries.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// Bytes of a client's id for its request.
+/// Most bytes of a client's request id.
 const ID_MAX: usize = 256;
 
-/// Names in `Connection`.
+/// Header names in `Connection`.
 fn connection_names(headers: &HeaderMap) -> Vec<&str> {
     let lists = headers.get_all(CONNECTION).into_iter().filter_map(|list| list.to_str().ok());
     lists.flat_map(|list| list.split(',').map(str::trim)).collect()
@@ -90,8 +89,8 @@ fn names(named: &[&str], name: &HeaderName) -> bool {
 pub(crate) struct ClientRequestId(HeaderValue);
 
 impl ClientRequestId {
-    /// The client's own id, or what `new` makes where there is none, or none that can be used: of 1
-    /// to 256 visible characters of ASCII, without the marks of addresses that MoRIIO's ids have.
+    /// The client's own id, or the result of `new` if there is no usable one. A usable id has 1 to
+    /// 256 visible ASCII characters and no address marks of MoRIIO's ids.
     pub(crate) fn of(client: &HeaderMap, new: impl FnOnce() -> String) -> ClientRequestId {
         let own = client.get(REQUEST_ID).filter(|id| is_usable(id.as_bytes()));
         let made = || HeaderValue::try_from(new()).expect("an id is of letters and digits");
@@ -152,7 +151,7 @@ pub(crate) fn to_engine(
     Ok(headers)
 }
 
-/// Headers that a client gets of an instance's answer.
+/// Headers of an instance's answer that a client gets.
 pub(crate) fn to_client(instance: &HeaderMap) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(8);
     let named = connection_names(instance);

@@ -122,7 +122,7 @@ impl HttpAdapter {
         Driver::start(adapter, router, None, clock)
     }
 
-    /// The id of the client's request of a leg, for the log; nothing if the client has gone.
+    /// Id of the client's request of a leg, for the log; empty if the client has disconnected.
     fn request_id(&self, running: &InFlightLeg) -> &str {
         self.clients.get(&running.client).map_or("", |client| client.job.id.as_str())
     }
@@ -277,7 +277,7 @@ impl HttpAdapter {
         }
         match params::answered(bytes) {
             Ok(Some(params)) => {
-                // The core has them, and the leg of the decode.
+                // Twice: the core and the leg of the decode each hold a copy.
                 let held = memory.set(params.len() * 2);
                 if let Some(client) = self.clients.get_mut(&running.client) {
                     client.parts[running.part].params_memory = Some(memory);
@@ -363,7 +363,7 @@ impl HttpAdapter {
         out: &mut RouterInputQueue,
     ) {
         let LegError { failure, refusal } = fault;
-        // A busy instance says so as often as it is full.
+        // A busy instance refuses legs often, as long as it is full.
         match &failure {
             LegFailure::Busy { .. } => tracing::debug!(%leg, engine = %running.engine,
                 role = role_name(running.role), request = self.request_id(running),

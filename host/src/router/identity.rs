@@ -1,4 +1,4 @@
-//! The router as it recognizes itself: at an address of an instance, and in requests that come back.
+//! Identity of a router, by which it recognizes itself as an instance or a request that comes back.
 
 use super::error::HttpError;
 use crate::process::lock;
@@ -9,15 +9,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Header with the nonces of the routers that a request has passed, with commas between, and of the
-/// router that answers `/health`.
+/// Header with the comma-separated nonces of the routers that a request has passed. In an answer of
+/// `/health`: the nonce of the router.
 pub(crate) const ROUTER: HeaderName = HeaderName::from_static("x-kvferry-router");
 
-/// Routers that a request may pass.
+/// Most routers that a request may pass.
 const ROUTERS_MAX: usize = 16;
 
-/// Time after the last probe that found the router at an address of an instance, for which that is
-/// known. Such an instance is probed every 500 ms.
+/// Time for which an address stays marked as the router's own after a probe has shown that it is.
+/// Such an instance is probed every 500 ms.
 const KNOWN: Duration = Duration::from_secs(10);
 
 /// Random number of this process, and the addresses of instances at which the router found itself;
@@ -35,7 +35,7 @@ impl RouterIdentity {
         RouterIdentity { nonce, found: Arc::default() }
     }
 
-    /// The header that says it.
+    /// The header with this router's nonce.
     pub(crate) fn header(&self) -> (HeaderName, HeaderValue) {
         (ROUTER, self.nonce.clone())
     }
@@ -58,14 +58,14 @@ impl RouterIdentity {
         true
     }
 
-    /// Addresses of instances at which the router found itself lately, and how long ago.
+    /// Addresses at which the router found itself lately, with the age of the last such probe.
     pub(crate) fn found(&self) -> Vec<(Endpoint, Duration)> {
         let found = lock(&self.found);
         let ages = found.iter().map(|(http, last)| (http.clone(), last.elapsed()));
         ages.filter(|(_, age)| *age < KNOWN).collect()
     }
 
-    /// The list of routers of a request that goes on.
+    /// The list of routers for a request that is passed on.
     ///
     /// # Errors
     /// The request has passed this router before, or too many.

@@ -1,4 +1,4 @@
-//! Requests of clients and legs that have not ended, as the adapter of the router core keeps them.
+//! Client requests and legs in flight, as the adapter of the router core keeps them.
 
 use super::error::HttpError;
 use super::http_adapter::ClientEvent;
@@ -15,7 +15,7 @@ use std::time::Instant;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 
-/// A request of a client that has not ended.
+/// A client's request that has not ended.
 pub(super) struct ClientState {
     pub(super) job: Arc<RoutedRequest>,
     pub(super) arrived: Instant,
@@ -27,15 +27,15 @@ pub(super) struct ClientState {
 /// One transfer of a request.
 #[derive(Debug, Default)]
 pub(super) struct PartState {
-    /// What the legs of its last attempt are called by.
+    /// Ids that the legs of its last attempt share.
     pub(super) unique: Option<(TransferId, TransferUid)>,
     /// Attempts so far.
     pub(super) attempts: u32,
     /// Prompt tokens that the prefill had cached.
     pub(super) cached: Option<u64>,
-    /// When the prefill of its last attempt answered.
+    /// Time at which the prefill of its last attempt answered.
     pub(super) prefilled: Option<Instant>,
-    /// For what that prefill answered as `kv_transfer_params`.
+    /// Memory of the `kv_transfer_params` that this prefill answered.
     pub(super) params_memory: Option<MemoryCharge>,
 }
 
@@ -48,9 +48,9 @@ pub(super) struct InFlightLeg {
     /// The request id if it names addresses of instances.
     pub(super) inner_id: Option<Arc<str>>,
     pub(super) http: Endpoint,
-    /// The prefill's answer is what the decode reads by.
+    /// True if the decode reads KV by the prefill's answer.
     pub(super) wants_params: bool,
-    /// The instance tells what became of the KV.
+    /// True if the instance reports failed loads of KV.
     pub(super) reports_failures: bool,
     pub(super) sent: Instant,
     pub(super) times: InstanceTimes,

@@ -1,4 +1,4 @@
-//! A router inside the process of a test that owns the clock and plays clients and instances.
+//! A router in the process of a test, which owns the clock and plays clients and instances.
 
 use super::http_adapter::RouterAddr;
 use super::{RouterArgs, RunningRouter, prepare, start};
@@ -29,7 +29,7 @@ pub struct RouterInProcess {
 /// Requests, connections and memory that a router holds for clients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HeldByRouter {
-    /// Requests without the end, or the first byte, of an answer.
+    /// Requests whose answer has not begun or not ended.
     pub requests: i64,
     /// Legs in flight.
     pub legs: u32,
@@ -43,7 +43,7 @@ impl RouterInProcess {
     /// Starts a router with the options of `kvferry router`, at free ports of loopback.
     ///
     /// # Errors
-    /// An option or an address that cannot be used.
+    /// An option or an address that is not usable.
     pub fn start(options: &[&str]) -> Result<RouterInProcess, String> {
         let free = ["--listen", "--admin-addr", "--discovery"].map(|name| [name, "127.0.0.1:0"]);
         let line = ["router"].into_iter().chain(free.into_iter().flatten());
@@ -59,7 +59,7 @@ impl RouterInProcess {
         Ok(RouterInProcess { http, admin, running, _stop })
     }
 
-    /// What is held for clients now.
+    /// Requests, legs, connections and memory that are held for clients now.
     pub async fn held(&self) -> HeldByRouter {
         let RunningRouter { handler, core, .. } = &self.running;
         HeldByRouter {

@@ -1,15 +1,15 @@
-//! Scanner of JSON texts. It finds the members of an object and the elements of an array in one pass
-//! over the bytes and parses no value.
+//! Scanner of JSON texts. It finds the members of an object and the elements of an array in one
+//! pass over the bytes, and does not parse values.
 //!
-//! It accepts what Python's `json.loads` accepts, which all engines read bodies with: `NaN`,
-//! `Infinity` and `-Infinity`, escapes of lone surrogates, and equal keys. Nesting deeper than
-//! [`DEPTH_MAX`] is refused.
+//! It accepts what Python's `json.loads` accepts, with which all engines parse bodies: `NaN`,
+//! `Infinity` and `-Infinity`, escapes of lone surrogates, and duplicate keys. Nesting deeper than
+//! [`DEPTH_MAX`] is rejected.
 
 use memchr::memchr2;
 use std::fmt;
 use std::ops::Range;
 
-/// Objects and arrays around a value. Python's own limit is near 1,000.
+/// Most objects and arrays around a value. Python's own limit is near 1,000.
 pub(crate) const DEPTH_MAX: usize = 512;
 
 /// A fault of a text, and the offset in bytes at which it was found.
@@ -28,7 +28,7 @@ impl fmt::Display for JsonError {
 /// A member of an object.
 #[derive(Clone, Debug)]
 pub(crate) struct JsonMember {
-    /// The key between its quotes, with its escapes.
+    /// The key without its quotes, with its escapes.
     pub(crate) key: Range<usize>,
     pub(crate) value: Range<usize>,
 }
@@ -96,7 +96,7 @@ pub(crate) fn elements(
     scanner.end()
 }
 
-/// Kinds of the brackets that are open, without recursion: a bit for each.
+/// Stack of the open brackets, one bit for each, so that no recursion is needed.
 #[derive(Default)]
 struct OpenBrackets {
     objects: [u64; DEPTH_MAX / 64],
@@ -104,7 +104,7 @@ struct OpenBrackets {
 }
 
 impl OpenBrackets {
-    /// False if there is no room.
+    /// Pushes a bracket; false if there is no room.
     fn push(&mut self, is_object: bool) -> bool {
         let Some(word) = self.objects.get_mut(self.depth / 64) else { return false };
         let bit = 1 << (self.depth % 64);
@@ -155,7 +155,7 @@ impl JsonScanner<'_> {
         if self.at == self.text.len() { Ok(()) } else { Err(self.fault("unexpected data")) }
     }
 
-    /// Skips a key and its colon and returns what is between the quotes.
+    /// Skips a key and its colon; returns the range between the quotes.
     fn key(&mut self) -> Result<Range<usize>, JsonError> {
         let start = self.at + 1;
         self.expect(b'"', "expected a key in double quotes")?;
@@ -174,7 +174,7 @@ impl JsonScanner<'_> {
             if self.begin(&mut open)? {
                 continue;
             }
-            // Behind a value.
+            // After a value.
             loop {
                 let Some(is_object) = open.last() else { return Ok(()) };
                 self.space();
@@ -194,7 +194,7 @@ impl JsonScanner<'_> {
         }
     }
 
-    /// Skips a value, or the beginning of one up to its first inner value; true for a beginning.
+    /// Skips a value, or the beginning of one up to its first inner value; true for the latter.
     fn begin(&mut self, open: &mut OpenBrackets) -> Result<bool, JsonError> {
         let (is_object, close) = match self.peek() {
             Some(b'{') => (true, b'}'),
@@ -319,7 +319,7 @@ mod tests {
         .map(|()| found)
     }
 
-    /// Texts with the verdict of `json.loads` of Python 3.11.
+    /// Texts with the verdict of Python 3.11's `json.loads`.
     #[test]
     fn texts_are_accepted_as_by_json_loads() {
         for good in [

@@ -1,9 +1,9 @@
-//! Values of a body as vLLM's API server reads them: pydantic's lax types, where `1.0` and `"1"` are
-//! integers and `0` and `"off"` are booleans. The instances get the values as they came.
+//! Values of a body as vLLM's API server reads them, by pydantic's lax types: `1.0` and `"1"` are
+//! integers, `0` and `"off"` are booleans. Instances get the values unchanged.
 
 use std::borrow::Cow;
 
-/// The characters of a JSON string.
+/// Characters of a JSON string.
 pub(crate) fn string(value: &[u8]) -> Option<Cow<'_, str>> {
     let inner = value.strip_prefix(b"\"")?.strip_suffix(b"\"")?;
     if inner.contains(&b'\\') {
@@ -12,7 +12,7 @@ pub(crate) fn string(value: &[u8]) -> Option<Cow<'_, str>> {
     std::str::from_utf8(inner).ok().map(Cow::Borrowed)
 }
 
-/// The integer that a value is.
+/// Reads a value as an integer.
 pub(crate) fn integer(value: &[u8]) -> Option<i64> {
     match value {
         b"true" => return Some(1),
@@ -24,7 +24,7 @@ pub(crate) fn integer(value: &[u8]) -> Option<i64> {
         return text.parse().ok().or_else(|| whole(text.parse().ok()?));
     };
     let text = text.trim();
-    // A fraction of zeros alone, and underscores between digits.
+    // A fraction may have zeros only; underscores are allowed between digits.
     let (number, fraction) = text.split_once('.').unwrap_or((text, "0"));
     if fraction.is_empty() || !fraction.bytes().all(|digit| digit == b'0') {
         return None;
@@ -40,7 +40,7 @@ fn whole(float: f64) -> Option<i64> {
     is_whole.then_some(float as i64)
 }
 
-/// The boolean that a value is.
+/// Reads a value as a boolean.
 pub(crate) fn boolean(value: &[u8]) -> Option<bool> {
     let Some(text) = string(value) else {
         return match integer(value)? {

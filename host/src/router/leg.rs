@@ -70,7 +70,7 @@ impl LegError {
     }
 }
 
-/// No instance is to blame, and no other one would do better.
+/// Lack of memory is no fault of an instance, and another instance would not help.
 impl From<MemoryRefusal> for LegError {
     fn from(why: MemoryRefusal) -> LegError {
         let refusal = why.error("the answer");
@@ -92,11 +92,11 @@ pub(crate) enum LegResult {
     Failed(LegError),
 }
 
-/// A stream whose first event is there.
+/// A stream whose first event has arrived.
 pub(crate) struct StreamBeginning {
     pub(crate) first: Bytes,
     pub(crate) body: PooledBody,
-    /// For events of it that are kept until they are whole.
+    /// Charge for incomplete events, which are kept until they are complete.
     pub(crate) memory: MemoryCharge,
 }
 
@@ -108,13 +108,13 @@ pub(crate) struct HttpLegRequest {
     pub(crate) body: BodyChain,
     /// The request id, if it names addresses of instances: answers must not show it.
     pub(crate) inner_id: Option<Arc<str>>,
-    /// For its answer.
+    /// Charge for the answer.
     pub(crate) memory: MemoryCharge,
     /// Whether the answer is handed on as it comes.
     pub(crate) stream: bool,
 }
 
-/// Sends a leg and waits for its answer, or for the first bytes of a stream, which are charged.
+/// Sends a leg and waits for its answer, or for the first bytes of a stream; charges both.
 pub(crate) async fn run(
     pool: ConnectionPool,
     order: HttpLegRequest,
@@ -131,7 +131,7 @@ pub(crate) async fn run(
     }
 }
 
-/// An error that does not show an id with addresses of instances: only its unique part is left.
+/// Removes the addresses of instances from an error: only the unique part of the id is left.
 fn without_addresses(error: Bytes, inner_id: Option<&str>) -> Bytes {
     match inner_id {
         Some(id) if memmem::find(&error, id.as_bytes()).is_some() => {
@@ -208,7 +208,7 @@ async fn exchange(
     }
 }
 
-/// An answer that is not streamed; its bytes are charged before they are kept.
+/// Receives an answer that is not streamed; its bytes are charged before they are kept.
 async fn charged(
     mut body: PooledBody,
     mut memory: MemoryCharge,
@@ -228,9 +228,9 @@ async fn charged(
 #[derive(Default)]
 struct StreamHead {
     bytes: BytesMut,
-    /// Offset of the first byte that is no space.
+    /// Offset of the first byte that is not white space.
     begin: usize,
-    /// Offset of the event that is not whole.
+    /// Offset of the first incomplete event.
     event: usize,
     /// No event ends before this offset.
     searched: usize,
@@ -288,7 +288,7 @@ impl StreamHead {
     }
 }
 
-/// The error of an answer, of which a long one is cut.
+/// Error text of an answer; a long one is cut.
 async fn refused(
     head: &ResponseHead,
     mut body: PooledBody,

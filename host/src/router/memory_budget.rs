@@ -1,6 +1,6 @@
 //! Memory of the router for what clients and instances send: one budget, shared by the addresses of
-//! clients. Bodies of requests, answers that are not streamed, events of streams that are not whole,
-//! and what legs add to a body are charged before they are kept.
+//! clients. Bodies of requests, answers that are not streamed, incomplete events of streams, and
+//! what legs add to a body are charged before they are kept.
 
 use super::error::HttpError;
 use crate::process::lock;
@@ -10,8 +10,8 @@ use kvferry_engine::source::{PeerSource, SourceBudget};
 use prometheus_client::metrics::counter::Counter;
 use std::sync::{Arc, Mutex};
 
-/// All bytes that may be held. An address gets no more than is left for all others then: the first
-/// half of them, the next one half of what is left, so that there is always room for the next one.
+/// Limit of all bytes held. An address gets no more than is left for all others: the first address
+/// half of the limit, the next one half of the rest, so that there is always room for another one.
 #[derive(Debug)]
 pub(crate) struct MemoryBudget {
     held: Mutex<SourceBudget>,
@@ -20,7 +20,7 @@ pub(crate) struct MemoryBudget {
 }
 
 impl MemoryBudget {
-    /// A budget of this many bytes; `refused` counts what there is no memory for.
+    /// A budget of this many bytes; `refused` counts the charges that it refuses.
     pub(crate) fn new(most: usize, refused: Counter) -> Arc<MemoryBudget> {
         Arc::new(MemoryBudget { held: Mutex::new(SourceBudget::new(most)), most, refused })
     }
@@ -30,13 +30,13 @@ impl MemoryBudget {
         lock(&self.held).held()
     }
 
-    /// A charge of no bytes so far.
+    /// A charge that has no bytes yet.
     pub(crate) fn charge(self: &Arc<MemoryBudget>, account: PeerSource) -> MemoryCharge {
         MemoryCharge { budget: self.clone(), account, bytes: 0 }
     }
 }
 
-/// Bytes that are charged to an address, until it is dropped.
+/// Bytes charged to an address until the charge is dropped.
 #[derive(Debug)]
 pub(crate) struct MemoryCharge {
     budget: Arc<MemoryBudget>,
@@ -47,11 +47,11 @@ pub(crate) struct MemoryCharge {
 /// Reason why bytes are not charged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum MemoryRefusal {
-    /// More than one address may ever hold, which is this many bytes.
+    /// More than one address may ever hold; the limit of an address, in bytes.
     TooLarge(usize),
-    /// The address holds this many bytes of other requests.
+    /// Other requests of the address hold too much: this many bytes.
     OwnShare(usize),
-    /// Other addresses hold so much that too little is left: this many bytes are held in all.
+    /// Other addresses hold too much; this many bytes are held in all.
     AllUsed(usize),
 }
 
@@ -64,7 +64,7 @@ impl MemoryRefusal {
         }
     }
 
-    /// The refusal of `part`, a part of a request or of its answer.
+    /// The error for `part`, which is a part of a request or of its answer.
     pub(crate) fn error(self, part: &str) -> HttpError {
         let why = match self {
             MemoryRefusal::TooLarge(most) => format!(
@@ -93,7 +93,7 @@ impl MemoryCharge {
     /// There is no memory for so many.
     pub(crate) fn add(&mut self, more: usize) -> Result<(), MemoryRefusal> {
         let mut held = lock(&self.budget.held);
-        // They count twice: its address has them, and they are not free any more.
+        // They count twice: the address has them, and they are no longer free.
         if more.saturating_mul(2) <= held.room(self.account) {
             held.change(self.account, 0, more);
             self.bytes += more;
@@ -111,10 +111,10 @@ impl MemoryCharge {
         })
     }
 
-    /// Charges this many bytes in place of those before.
+    /// Changes the charge to this many bytes.
     ///
     /// # Errors
-    /// There is no memory for so many; then it keeps those before.
+    /// There is no memory for so many; the charge stays as it was.
     pub(crate) fn set(&mut self, bytes: usize) -> Result<(), MemoryRefusal> {
         if let Some(more) = bytes.checked_sub(self.bytes) {
             return if more == 0 { Ok(()) } else { self.add(more) };
@@ -146,7 +146,7 @@ impl Drop for MemoryCharge {
 pub(crate) struct ByteCollector {
     first: Bytes,
     all: Vec<u8>,
-    /// Bytes to expect at most.
+    /// Largest number of bytes to expect.
     whole: usize,
 }
 
@@ -159,7 +159,7 @@ impl ByteCollector {
         self.first.len().max(self.all.len())
     }
 
-    /// Adds a frame, the memory of which is charged before.
+    /// Adds a frame and charges its memory first.
     ///
     /// # Errors
     /// There is no memory for it.
@@ -189,7 +189,7 @@ impl ByteCollector {
     }
 }
 
-/// Bytes with the charge for them.
+/// Bytes together with their charge.
 #[derive(Debug)]
 pub(crate) struct ChargedBytes {
     pub(crate) bytes: Bytes,

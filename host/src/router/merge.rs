@@ -12,15 +12,15 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Choices of one answer that are merged with those of others.
+/// Most choices of an answer that is merged with others.
 const CHOICES_MAX: usize = 4096;
 
-/// What is known of an answer beside its bytes.
+/// Facts about an answer that its bytes do not have.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PartFacts {
-    /// Prompt tokens that the prefill had cached, if it says so.
+    /// Prompt tokens that the prefill had cached, if its answer has them.
     pub(crate) cached: Option<u64>,
-    /// The leg's request id if it names addresses of instances, which no client is to see.
+    /// The leg's request id if it names addresses of instances, which clients must not see.
     pub(crate) inner_id: Option<Arc<str>>,
 }
 
@@ -33,19 +33,19 @@ pub(crate) struct PartAnswer {
     pub(crate) facts: PartFacts,
 }
 
-/// The id of a request as its client sees it, as the inside of a JSON string.
+/// Id of a request in the form that its client sees, escaped for a JSON string.
 #[derive(Clone, Debug)]
 pub(crate) struct ShownId(Bytes);
 
 impl ShownId {
-    /// Of a text of any bytes.
+    /// Makes it of any bytes; those that are not UTF-8 are replaced.
     pub(crate) fn new(id: &[u8]) -> ShownId {
         let quoted = serde_json::to_string(&String::from_utf8_lossy(id)).expect("texts are JSON");
         let inside = quoted.len() - 1;
         ShownId(Bytes::from(quoted).slice(1..inside))
     }
 
-    /// Puts this id in place of one that names addresses.
+    /// Replaces an id that names addresses with this one.
     fn replace(&self, inner: Option<&Arc<str>>, text: &[u8], splices: &mut Splices) {
         let Some(inner) = inner else { return };
         for at in memmem::find_iter(text, inner.as_bytes()) {
@@ -66,7 +66,7 @@ pub(crate) fn whole(answers: Vec<PartAnswer>, shown: &ShownId) -> Result<BodyCha
     Ok(body.holding(answers.into_iter().map(|answer| answer.body.memory).collect()))
 }
 
-/// The only answer; one that is no JSON object is passed on.
+/// The only answer; it is passed on even if it is not a JSON object.
 fn single(answer: &PartAnswer, shown: &ShownId) -> BodyChain {
     let (text, mut splices) = (&answer.body.bytes, Splices::default());
     let is_edited = answer.facts.cached.is_some() || memmem::find(text, TRANSFER_KEY).is_some();
@@ -130,9 +130,9 @@ fn joined(answers: &[PartAnswer], shown: &ShownId) -> Result<BodyChain, String> 
 
 const TRANSFER_KEY: &[u8] = b"\"kv_transfer_params\"";
 
-/// Puts the facts into an answer, and removes what is of use to engines alone.
+/// Puts the facts into an answer, and removes fields that only engines need.
 fn edit_facts(fields: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
-    // Events of /v1/responses and /v1/messages have the answer within.
+    // Events of /v1/responses and /v1/messages contain the answer.
     let within = [fields.object("response"), fields.object("message")];
     for object in [Some(fields)].into_iter().chain(within.iter().map(Option::as_ref)).flatten() {
         if let Some(usage) = object.object("usage") {
@@ -153,7 +153,7 @@ fn renumber(fields: &JsonFields, choice: Range<usize>, part: usize, splices: &mu
     choice.edit(&[("index", FieldEdit::Replace(index.into()))], splices);
 }
 
-/// The `cached_tokens` of a usage, with the object that has them.
+/// The `cached_tokens` of a usage, with the object that contains them.
 fn cached_tokens(usage: &JsonFields) -> Option<(JsonFields, u64)> {
     let details = usage.object("prompt_tokens_details")?;
     let cached = lax::integer(details.get("cached_tokens")?)?;
@@ -175,7 +175,7 @@ fn count(usage: &JsonFields, key: &str) -> Option<u64> {
 
 const CACHE_READ: &str = "cache_read_input_tokens";
 
-/// The same in the form of /v1/messages, where cached tokens do not count as input.
+/// Same in the form of /v1/messages, where cached tokens do not count as input.
 fn put_cache_read(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
     let counts = (count(usage, "input_tokens"), count(usage, CACHE_READ), cached);
     let (Some(input), Some(read), Some(cached)) = counts else { return };
@@ -184,7 +184,7 @@ fn put_cache_read(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices
     usage.edit(&[("input_tokens", put(input)), (CACHE_READ, put(cached))], splices);
 }
 
-/// Prompt tokens that the prefill had cached, by its answer.
+/// Prompt tokens that the prefill had cached, from its answer.
 pub(crate) fn cached(body: &Bytes) -> Option<u64> {
     // Most answers say nothing of it.
     memmem::find(body, b"\"cache")?;
@@ -216,7 +216,7 @@ impl Usage {
         self.first.get_or_insert(told);
     }
 
-    /// The first usage with the sums of all.
+    /// The first usage, with the sums of all.
     fn total(self) -> Option<Bytes> {
         let first = self.first?;
         let mut splices = Splices::default();
@@ -252,8 +252,8 @@ struct PartStream {
 }
 
 impl StreamMerger {
-    /// A merger of one stream for each part, which is told whether its usage counts the prompt. Events
-    /// that are not whole are charged as `memory` is.
+    /// A merger of one stream for each part; `parts` tells whether the usage of a part counts the
+    /// prompt. Incomplete events are charged to the address of `memory`.
     pub(crate) fn new(
         parts: impl Iterator<Item = bool>,
         shown: ShownId,
@@ -268,12 +268,12 @@ impl StreamMerger {
         StreamMerger { parts, shown, name: None, usage: Usage::default(), last: None }
     }
 
-    /// The facts of a part whose stream begins.
+    /// Sets the facts of a part whose stream begins.
     pub(crate) fn begin(&mut self, part: usize, facts: PartFacts) {
         self.parts[part].facts = facts;
     }
 
-    /// Takes bytes of a part in, and adds what goes to the client to `out`.
+    /// Takes bytes of a part, and appends what the client gets to `out`.
     ///
     /// # Errors
     /// An event is too long, or there is no memory for it.
@@ -312,7 +312,7 @@ impl StreamMerger {
         out.push_back(splices.chain(&event).to_bytes());
     }
 
-    /// Makes an event one of the merged stream; true if it is kept for its end.
+    /// Edits an event for the merged stream; true if it is kept until the end of the stream.
     fn is_merged(&mut self, part: usize, fields: &JsonFields, splices: &mut Splices) -> bool {
         let value = |key: &str| {
             let mut value = ChainBuilder::default();
@@ -350,7 +350,7 @@ impl StreamMerger {
         }
     }
 
-    /// Ends the stream: that of several parts with their usage and the last event.
+    /// Ends the stream; a stream of several parts gets their usage and the last event.
     pub(crate) fn finish(&mut self, out: &mut VecDeque<Bytes>) {
         if let Some(last) = self.last.take()
             && let Some(usage) = std::mem::take(&mut self.usage).total()

@@ -84,7 +84,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) legs: Family<LegLabels, Counter>,
     pub(crate) in_flight: Gauge,
     pub(crate) clients: ClientMeters,
-    /// Parts of requests and answers that there was no memory for.
+    /// Parts of requests and answers that were refused for lack of memory.
     pub(crate) memory_refused: Counter,
     /// Seconds from a request to the begin of its answer.
     pub(crate) first_byte: Histogram,
@@ -92,7 +92,7 @@ pub(crate) struct RouterMetrics {
     pub(crate) times: AllInstanceTimes,
     /// Questions to servers for their load.
     pub(crate) loads: Family<LoadLabels, Counter>,
-    /// 1 if a pair can serve, as `/readiness` says.
+    /// 1 if a pair can serve, as in `/readiness`.
     ready: Gauge,
     instances: Family<InstanceLabels, Gauge>,
     busy: Family<RoleLabels, Gauge>,
@@ -180,7 +180,7 @@ impl RouterMetrics {
         (metrics, registry)
     }
 
-    /// Takes over what `/readiness` says.
+    /// Sets the gauge to the result of `/readiness`.
     pub(crate) fn update_readiness(&self, is_ready: bool) {
         self.ready.set(i64::from(is_ready));
     }

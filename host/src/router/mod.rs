@@ -116,8 +116,8 @@ pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, C
     Ok(Exit::HELD)
 }
 
-/// The sockets for clients and operators, the address for registrations, and the parts of a router
-/// with these arguments.
+/// Opens the sockets for clients and operators, and makes the address for registrations and the
+/// parts of a router from these arguments.
 fn prepare(
     args: &RouterArgs,
 ) -> Result<([std::net::TcpListener; 2], Endpoint, RouterParts), CommandError> {
@@ -222,7 +222,7 @@ struct RouterParts {
 struct RunningRouter {
     handler: Arc<RequestHandler>,
     core: RouterAddr,
-    /// Keeps the listener for operators open, which shows how the drain goes on.
+    /// Keeps the listener for operators open during a drain, so that they can watch it.
     _operators: watch::Sender<bool>,
 }
 
@@ -314,7 +314,7 @@ async fn run(
     Ok(())
 }
 
-/// Time since this call by tokio's clock, which a test may stop.
+/// Time since this call by tokio's clock, which a test can stop.
 fn clock() -> Clock {
     let start = tokio::time::Instant::now();
     Arc::new(move || Nanos(start.elapsed().as_nanos() as u64))
@@ -416,7 +416,7 @@ fn with_common(app: Router, handler: &RequestHandler) -> Router {
         })
 }
 
-/// The path of a request, as a client is shown it.
+/// The path of a request, cut to the length that an error shows.
 fn shown(request: &Request<Body>) -> String {
     request.uri().path().chars().take(200).collect()
 }
@@ -435,7 +435,7 @@ fn discovery(text: &str) -> Result<(ZmqPlane, Endpoint), CommandError> {
     // As vLLM's and ZeroMQ's documents have it.
     let all = text.replacen("*:", "0.0.0.0:", usize::from(text.starts_with("*:")));
     let at = resolve("--discovery", &all)?;
-    // A plane says less of why it cannot listen.
+    // A plane gives less detail about why it cannot listen.
     drop(listen("--discovery", &all)?);
     let host = bracketed(&at.ip().to_string()).into_owned();
     let ports = (at.port() > 0).then_some((LinkKind::Discovery, at.port()));

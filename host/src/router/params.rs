@@ -28,7 +28,7 @@ impl TransferUid {
         format!("tx-{:032x}", self.0)
     }
 
-    /// The request id of both legs: of a client's request of this id, or where the engines find
+    /// The request id of both legs: either from the client's request id, or, if the engines find
     /// each other by it, with the addresses of both.
     ///
     /// # Errors
@@ -87,10 +87,10 @@ pub(crate) fn write(
 /// Longest `kv_transfer_params` of a prefill's answer, in bytes.
 pub(crate) const PARAMS_MAX: usize = 4 << 20;
 
-/// The `kv_transfer_params` of a prefill's answer, if it has some.
+/// Returns the `kv_transfer_params` of a prefill's answer, if any.
 ///
 /// # Errors
-/// An answer that is not a JSON object, or has too long ones.
+/// The answer is not a JSON object, or its parameters are too long.
 pub(crate) fn answered(body: Bytes) -> Result<Option<Arc<str>>, String> {
     let fields = JsonFields::parse(body);
     let fields = fields.map_err(|why| why.of("its answer"))?;
@@ -103,7 +103,7 @@ pub(crate) fn answered(body: Bytes) -> Result<Option<Arc<str>>, String> {
     params.map(|params| Some(params.into())).map_err(|why| format!("kv_transfer_params: {why}"))
 }
 
-/// The fields of what a prefill answered as `kv_transfer_params`.
+/// Fields of the `kv_transfer_params` that a prefill answered.
 fn fields_of(answer: &str) -> Result<JsonFields, String> {
     let fields = JsonFields::parse(Bytes::copy_from_slice(answer.as_bytes()));
     fields.map_err(|why| why.of("a prefill's kv_transfer_params"))

@@ -1,4 +1,4 @@
-//! Requests that are passed to instances as they are, by the table of [`paths`](super::paths).
+//! Requests that are passed to instances unchanged, by the table of [`paths`](super::paths).
 
 use super::access::check_same_origin;
 use super::api;
@@ -36,10 +36,10 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
-/// Instances that a request is tried at, if they cannot be reached.
+/// Instances that are tried for a request while they cannot be reached.
 const TRIES: usize = 3;
 
-/// Instances that are asked at a time for an answer of all.
+/// Instances that are asked at a time if all are asked.
 const ASKED_AT_ONCE: usize = 32;
 
 /// Time for the answer of one instance among those of all, if `--answer-timeout` is not shorter.
@@ -48,7 +48,7 @@ const ANSWER_OF_ALL: Duration = Duration::from_secs(60);
 /// Longest answer of one instance among those of all, in bytes.
 const ANSWER_MAX: usize = 64 << 10;
 
-/// What passes requests.
+/// Proxy for the paths that are passed on.
 #[derive(Clone)]
 pub(crate) struct PathProxy {
     pub(crate) handler: Arc<RequestHandler>,
@@ -57,11 +57,11 @@ pub(crate) struct PathProxy {
     under_way: PassedRequests,
 }
 
-/// Requests under way at each instance, of those that are passed; clones share them.
+/// Number of passed requests under way at each instance; clones share the numbers.
 #[derive(Clone, Default)]
 struct PassedRequests(Arc<Mutex<BTreeMap<Endpoint, u32>>>);
 
-/// One of them, until it is dropped.
+/// A passed request, counted until it is dropped.
 struct PassedRequest {
     all: PassedRequests,
     to: Endpoint,
@@ -92,9 +92,9 @@ impl Drop for PassedRequest {
 
 /// Instances that a request for a model may be passed to.
 enum ModelServers {
-    /// The best comes first; decodes come before prefills, of each those with the least to do.
+    /// The best one first: decodes before prefills, and of each role the least loaded first.
     Some(Vec<Endpoint>),
-    /// The model is none of those that are served.
+    /// No instance serves the model; the models that are served.
     NoModel(Vec<Arc<str>>),
 }
 
@@ -128,7 +128,7 @@ fn servers(
     ModelServers::Some(found.filter(|http| known.insert(http.clone())).collect())
 }
 
-/// An instance's answer among those of all.
+/// Answer of one instance if all were asked.
 #[derive(Serialize)]
 struct ListedAnswer {
     http: Endpoint,
@@ -159,7 +159,7 @@ fn cleaned(body: Bytes) -> Result<(Bytes, Option<String>), HttpError> {
     Ok((fields.text().clone(), api::model_name(&fields)))
 }
 
-/// The same request for another instance.
+/// A request that can be sent to several instances.
 #[derive(Clone)]
 struct PassedOn {
     method: Method,
@@ -283,7 +283,7 @@ impl PathProxy {
         asked.map_err(|_| HttpError::new(StatusCode::SERVICE_UNAVAILABLE, "the router is stopping"))
     }
 
-    /// The instance that made the response of a path.
+    /// The instance that made the response in the path.
     fn maker(&self, path: &str) -> Result<Endpoint, HttpError> {
         let id = path.split('/').nth(3).unwrap_or_default();
         self.handler.settings.makers.maker(id).ok_or_else(|| {
@@ -329,7 +329,7 @@ impl PathProxy {
         Err(HttpError::new(StatusCode::BAD_GATEWAY, &trouble))
     }
 
-    /// Passes it to all instances that have shown that they are some.
+    /// Passes the request to all instances that have answered a probe.
     async fn to_all(&self, passed: &PassedOn) -> Result<Response, HttpError> {
         let now = (self.clock)();
         let all = self
@@ -392,8 +392,8 @@ impl PathProxy {
     }
 }
 
-/// The body of an instance's answer on its way to the client. It ends if the instance is silent for
-/// too long.
+/// Body of an instance's answer on its way to the client. It ends if the instance is silent for too
+/// long.
 struct PassedBody {
     body: PooledBody,
     silence: Pin<Box<Sleep>>,

@@ -1,18 +1,18 @@
-//! Paths that the router passes on as they are, beside those that it serves by two legs.
+//! Paths that the router passes on unchanged, in addition to those that it serves by two legs.
 //!
-//! The table is closed: of vLLM 0.32.0's paths those that ask an instance for something are served to
-//! clients, those that change an engine to operators. docs/router.md has the same table.
+//! The table is closed. Of vLLM 0.32.0's paths, clients can use those that only query an instance,
+//! and operators those that change an engine. docs/router.md has the same table.
 
 use axum::routing::MethodFilter;
 
 /// Instances that a request is passed to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PathTarget {
-    /// One that serves the model of the request.
+    /// One that serves the model in the request.
     One,
-    /// The one that made the response named in the path.
+    /// The one that made the response in the path.
     Maker,
-    /// All, one answer for each; only at the port of operators.
+    /// All, and the answer lists theirs; only at the port of operators.
     All,
 }
 
@@ -36,7 +36,7 @@ impl PathMethod {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PassedPath {
     pub(crate) method: PathMethod,
-    /// In the form of axum's routes, and as metrics label it.
+    /// In axum's syntax; also the label in metrics.
     pub(crate) path: &'static str,
     pub(crate) target: PathTarget,
 }
@@ -103,7 +103,7 @@ pub(crate) mod testing {
         std::fs::read_to_string(path).expect("the document is in the repository")
     }
 
-    /// Words in backticks of the item that begins so, sorted.
+    /// The words in backticks of the list item with this beginning, sorted.
     pub(crate) fn documented(item: &str) -> Vec<String> {
         let document = document();
         let (_, rest) = document.split_once(item).unwrap_or_else(|| panic!("no {item}"));

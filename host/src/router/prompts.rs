@@ -1,4 +1,4 @@
-//! Prompts of a body: their ranges in its text, and their load.
+//! Prompts of a body: their ranges in its text, and their estimated load.
 
 use super::api::Api;
 use super::error::HttpError;
@@ -7,7 +7,7 @@ use kvferry_engine::core::router::RoutedPrompt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 
-/// Bytes of text that are taken for a token where only the load is concerned.
+/// Bytes of text that count as a token in estimates of load.
 const TOKEN_BYTES: usize = 4;
 
 /// A prompt in the body.
@@ -19,15 +19,15 @@ pub(crate) struct PromptRange {
 
 /// The prompts of a body.
 pub(super) struct PromptRanges {
-    /// As many as may be.
+    /// Ranges of the prompts, up to the limit.
     pub(super) ranges: Vec<PromptRange>,
-    /// All of them.
+    /// Number of all prompts.
     count: usize,
-    /// The field with most of them.
+    /// The field that has most of them.
     field: &'static str,
 }
 
-/// Refuses more transfers than `--parts-max`, by the name of the field that asks for them.
+/// Rejects more transfers than `--parts-max`; the error names the field that causes them.
 pub(super) fn check_parts(
     prompts: &PromptRanges,
     samples: u32,
@@ -45,7 +45,7 @@ pub(super) fn check_parts(
     Err(HttpError::bad(&message, if is_prompts { prompts.field } else { "n" }))
 }
 
-/// The prompts, at least one, and at most `most` of them.
+/// Finds the prompts: at least one, and at most `most` of them.
 pub(super) fn prompts(
     api: Api,
     fields: &JsonFields,
@@ -90,7 +90,7 @@ impl PromptRanges {
         let text = &fields.text()[value.clone()];
         let first = text.strip_prefix(b"[").map(|inner| inner.trim_ascii_start().first());
         let is_one = match first {
-            // The instance checks the tokens.
+            // The instance checks the token ids.
             Some(Some(b'0'..=b'9' | b'-' | b't' | b'f')) if field == "prompt" => true,
             Some(Some(b'"')) => false,
             Some(Some(b'[')) if field == "prompt" => false,
@@ -115,8 +115,7 @@ impl PromptRanges {
     }
 }
 
-/// A prompt as far as its load is concerned: its text is not tokenised, and prefixes are runs of
-/// text.
+/// Estimate of a prompt's load: its text is not tokenised, and prefixes are pieces of text.
 pub(super) fn estimate(prompt: &[u8], prefix_tokens: u32) -> RoutedPrompt {
     let is_ids = prompt.starts_with(b"[") && memchr::memchr2(b'"', b'{', prompt).is_none();
     let tokens = match is_ids {

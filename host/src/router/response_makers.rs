@@ -1,4 +1,4 @@
-//! Instances that made the responses of `/v1/responses`, by the ids of these.
+//! Table of the instances that made the responses of `/v1/responses`, by response id.
 
 use super::api::Api;
 use crate::process::lock;
@@ -8,16 +8,16 @@ use memchr::memmem;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
-/// Ids that are known at a time; the oldest is forgotten first.
+/// Most ids in the table; the oldest is forgotten first.
 const IDS_MAX: usize = 65_536;
 
-/// Bytes of an id; a longer one is not kept.
+/// Longest id in the table, in bytes.
 const ID_BYTES: usize = 128;
 
-/// Where an id is looked for, in bytes from the beginning: vLLM has it in the first key.
+/// Bytes at the beginning in which an id is searched: vLLM sends it in the first key.
 const BEGINNING: usize = 4 << 10;
 
-/// Which instance made a response, for as many ids as there is room for; clones share it.
+/// The instance of each response, for a bounded number of ids; clones share the table.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ResponseMakers(Arc<Mutex<KnownMakers>>);
 
@@ -29,7 +29,7 @@ struct KnownMakers {
 }
 
 impl ResponseMakers {
-    /// Notes the instance whose answer, or first event, begins so, if it is a response.
+    /// Notes the instance if the beginning of its answer, or of its first event, is a response.
     pub(crate) fn note(&self, api: Api, answer: &Bytes, maker: &Endpoint) {
         let id = if api == Api::Responses { response_id(answer) } else { None };
         let Some(id) = id else { return };
@@ -52,8 +52,8 @@ impl ResponseMakers {
     }
 }
 
-/// First value of a key `id`, if it is an id: what a client wrote into its request follows later, or
-/// in an escaped form.
+/// First value of a key `id`, if it is an id. Text that a client put into its request follows
+/// later, or is escaped.
 fn response_id(answer: &[u8]) -> Option<&str> {
     const KEY: &[u8] = b"\"id\"";
     let beginning = &answer[..answer.len().min(BEGINNING)];

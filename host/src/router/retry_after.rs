@@ -1,23 +1,23 @@
-//! Time after which a busy server wants to be asked again: the header `Retry-After`.
+//! The header `Retry-After`: time after which a busy server asks for the next attempt.
 
 use hyper::header::{HeaderMap, RETRY_AFTER};
 use std::time::{Duration, SystemTime};
 
-/// Longest time that is believed.
+/// Longest time that the router accepts.
 const LONGEST: Duration = Duration::from_secs(3_600);
 
-/// The time that an answer names, in seconds or as a date; none if it names none that can be read.
+/// The time that an answer names, in seconds or as a date; `None` if it has none or is not valid.
 pub(crate) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     let span = match text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() {
         true => text.parse().map_or(LONGEST, Duration::from_secs),
-        // A date that has passed: at once.
+        // A date in the past means at once.
         false => httpdate::parse_http_date(text).ok()?.duration_since(now).unwrap_or_default(),
     };
     Some(span.min(LONGEST))
 }
 
-/// Whole seconds of a span, rounded up; one at least, so that no client asks again at once.
+/// Seconds of a span, rounded up; at least one, so that no client retries at once.
 pub(crate) fn seconds(span: Duration) -> u64 {
     span.as_nanos().div_ceil(1_000_000_000).clamp(1, LONGEST.as_secs().into()) as u64
 }

@@ -22,11 +22,11 @@ pub(crate) struct RoutedRequest {
     pub(crate) asked: GenerationRequest,
     /// Headers that all legs carry.
     pub(crate) headers: HeaderMap,
-    /// The client's id, which is in those of its legs.
+    /// The client's id, which the ids of its legs contain.
     pub(crate) id: ClientRequestId,
     /// Begins the spans of its legs, if it is traced.
     pub(crate) spans: Option<LegTracer>,
-    /// Memory of its body, which is kept for legs that are sent again.
+    /// Charge for its body, which is kept for retries.
     pub(crate) memory: MemoryCharge,
 }
 

@@ -44,11 +44,11 @@ pub(crate) struct ServedListener {
     pub(crate) certificate: Option<Arc<ServerCertificate>>,
     pub(crate) meters: ClientMeters,
     pub(crate) access: Arc<AccessRules>,
-    /// Time in which a client has to read something of its answer.
+    /// Time in which a client has to read some bytes of its answer.
     pub(crate) write_timeout: Duration,
 }
 
-/// What is done at each connection of a listener.
+/// Handler of each connection of a listener.
 #[derive(Clone)]
 struct ConnectionService {
     app: Router,
@@ -116,8 +116,9 @@ fn turn_away(stream: &TcpStream, NoPlace { most, own }: NoPlace, origin: Option<
     say(stream, &HttpError::new(StatusCode::SERVICE_UNAVAILABLE, &message), origin);
 }
 
-/// Answers without TLS and without reading, and ends the connection: if the socket takes it at once,
-/// since who is refused is not waited for. Pages of `origin` may read the answer.
+/// Answers without TLS and without reading the request, and ends the connection. Writes only what
+/// the socket takes at once: the server does not wait for a rejected client. Pages of `origin` may
+/// read the answer.
 fn say(stream: &TcpStream, error: &HttpError, origin: Option<&str>) {
     let (status, len) = (error.status, error.body.len());
     let again = match status {

@@ -8,7 +8,7 @@ use std::ops::Range;
 /// Longest event, in bytes.
 const EVENT_MAX: usize = 16 << 20;
 
-/// Offset behind the first event that ends at `from` or later: behind its empty line.
+/// Offset after the empty line of the first event that ends at `from` or later.
 pub(super) fn event_end(bytes: &[u8], from: usize) -> Option<usize> {
     let lines = memchr_iter(b'\n', &bytes[from..]).map(|at| from + at + 1);
     lines.into_iter().find_map(|next| match bytes[next..] {
@@ -18,29 +18,29 @@ pub(super) fn event_end(bytes: &[u8], from: usize) -> Option<usize> {
     })
 }
 
-/// Offset at which the search for the end of an event that is not whole goes on with more bytes.
+/// Offset at which the search for the end of an incomplete event continues with more bytes.
 pub(super) fn search_from(searched: usize, length: usize) -> usize {
     searched.max(length.saturating_sub(2))
 }
 
-/// Cuts a stream into events. Events that come whole are not copied; the bytes of others are charged.
+/// Splits a stream into events. Complete events are not copied; bytes of others are charged.
 #[derive(Debug)]
 pub(crate) struct SseDecoder {
     rest: BytesMut,
     /// No event ends before this offset of `rest`.
     searched: usize,
-    /// Bytes behind those of `rest`.
+    /// Bytes after those of `rest`.
     last: Bytes,
     memory: MemoryCharge,
 }
 
 impl SseDecoder {
-    /// A decoder that charges what it keeps.
+    /// A decoder that charges the bytes that it keeps.
     pub(crate) fn new(memory: MemoryCharge) -> SseDecoder {
         SseDecoder { rest: BytesMut::new(), searched: 0, last: Bytes::new(), memory }
     }
 
-    /// Takes the next bytes in, when there are no whole events left.
+    /// Takes the next bytes, after all complete events were returned.
     ///
     /// # Errors
     /// An event is too long, or there is no memory for it.
@@ -74,7 +74,7 @@ impl SseDecoder {
         self.searched = 0;
         let event = self.rest.split_to(end).freeze();
         if self.rest.is_empty() {
-            // Less is always granted.
+            // A smaller charge is always granted.
             let _ = self.memory.set(0);
         }
         Some(event)
@@ -94,7 +94,7 @@ impl SseDecoder {
     }
 }
 
-/// The range of the data of an event that has one line of them.
+/// Range of the data of an event with one line of data.
 pub(crate) fn data_range(event: &[u8]) -> Option<Range<usize>> {
     let (mut found, mut start) = (None, 0);
     for end in memchr_iter(b'\n', event).chain([event.len()]) {
@@ -111,7 +111,7 @@ pub(crate) fn data_range(event: &[u8]) -> Option<Range<usize>> {
     found
 }
 
-/// The data of an event that has one line of them.
+/// Data of an event with one line of data.
 pub(crate) fn data(event: &[u8]) -> Option<&[u8]> {
     data_range(event).map(|range| &event[range])
 }
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!((events.next().is_some(), events.memory.bytes()), (true, 0));
     }
 
-    /// Bytes that are looked at for a long event do not grow with the number of its frames.
+    /// The number of bytes searched for a long event does not grow with the number of its frames.
     #[test]
     fn long_events_are_searched_once() {
         let mut events = SseDecoder::new(unbounded());

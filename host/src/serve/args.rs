@@ -53,7 +53,8 @@ pub(crate) struct ServeArgs {
     /// What the instance does
     #[arg(long, value_parser = one_of(&ROLES))]
     pub(crate) role: Option<Role>,
-    /// Who moves the bytes: push, the prefill writes (MoRIIO's WRITE), or pull, the decode reads (READ)
+    /// Direction of transfers: push (the prefill writes; MoRIIO's WRITE) or pull (the decode reads;
+    /// READ)
     #[arg(long, value_parser = one_of(&MODES))]
     pub(crate) mode: Option<Mode>,
     /// What moves the bytes
@@ -68,7 +69,7 @@ pub(crate) struct ServeArgs {
     /// Port for legs; 0 for a free one
     #[arg(long, default_value_t = 0)]
     pub(crate) http_port: u16,
-    /// Bytes of memory that bodies of requests may have, all together
+    /// Bytes of memory for the bodies of all requests together
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20)]
     pub(crate) bodies_max: usize,
     /// Port for handshakes; 0 for a free one

@@ -1,4 +1,4 @@
-//! Bodies of requests in memory: one budget for all that are read or served.
+//! Memory of request bodies: one budget for all that are being read or served.
 
 use super::openai::error;
 use axum::body::Body;
@@ -12,10 +12,10 @@ use tokio::time::timeout;
 /// Longest body of a request, in bytes.
 const BODY_MAX: usize = 64 << 20;
 
-/// How long a body may take to come.
+/// Time in which a body has to arrive.
 const BODY_TIME: Duration = Duration::from_secs(60);
 
-/// Status and error object of a body that is not taken.
+/// Status and error object for a body that is refused.
 type BodyRefusal = (u16, Value);
 
 /// The budget of an instance.
@@ -25,7 +25,7 @@ pub(super) struct ServeBodies {
     held: AtomicUsize,
 }
 
-/// The bytes of one body, until its request has ended.
+/// Bytes of one body, counted until its request has ended.
 #[derive(Debug)]
 pub(super) struct HeldBody {
     bodies: Arc<ServeBodies>,
@@ -59,15 +59,15 @@ impl HeldBody {
 }
 
 impl ServeBodies {
-    /// A budget of so many bytes.
+    /// A budget of this many bytes.
     pub(super) fn new(most: usize) -> Arc<ServeBodies> {
         Arc::new(ServeBodies { most, held: AtomicUsize::new(0) })
     }
 
-    /// Reads a body, and what holds its bytes.
+    /// Reads a body; returns it with the guard that counts its bytes.
     ///
     /// # Errors
-    /// It is too long or too slow, breaks off, or there is no memory for it now.
+    /// The body is too long or too slow, breaks off, or there is no memory for it now.
     pub(super) async fn collect(
         self: &Arc<ServeBodies>,
         body: Body,
@@ -120,7 +120,7 @@ mod tests {
         let (status, why) = bodies.collect(frames(6)).await.expect_err("there is none");
         let why = why["error"]["message"].as_str().expect("a text").to_owned();
         assert!(status == 503 && why.contains("--bodies-max"), "{status} {why}");
-        // What was read of the refused one is free again.
+        // The memory of the refused body is free again.
         let other = bodies.collect(frames(4)).await.expect("there is room");
         drop((held, other));
         assert_eq!(bodies.held.load(Ordering::Acquire), 0);

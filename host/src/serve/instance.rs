@@ -187,8 +187,8 @@ impl InstanceServer {
         self.parts.metrics.held.set(held);
     }
 
-    /// The stand-in engine has named the request of a leg. It knows no token ids, so that the hash
-    /// of the leg's takes the place of its own.
+    /// The stand-in engine has named the request of a leg. The engine knows no token ids, so the
+    /// hash in the leg's state replaces the one that it sent.
     fn named(&mut self, leg: LegId, request: &RequestId, prompt_hash: &mut PromptHash) {
         self.requests.insert(request.clone(), leg);
         if let Some(leg) = self.legs.get_mut(&leg) {

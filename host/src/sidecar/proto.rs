@@ -34,7 +34,7 @@ pub const OLDEST: u16 = 5;
 /// The first version that knows how KV is verified.
 pub const VERIFIES: u16 = 10;
 
-/// Reason why the request of a connector that sends no hash of its prompt goes without a transfer.
+/// Reason to serve a request without a transfer if its connector sent no hash of the prompt.
 pub(super) const NO_PROMPT_HASH: &str = "the connector sent no hash of the prompt, without which no KV is \
      handed over: it is of an earlier version; install one version of kvferry for both";
 
@@ -149,7 +149,7 @@ pub enum ToHost {
         params: Arc<str>,
         /// Tokens of its prompt.
         tokens: u32,
-        /// Hash of its prompt. Connectors of earlier versions send none, and their requests go
+        /// Hash of its prompt. Connectors of earlier versions send none; their requests are served
         /// without a transfer.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         prompt_hash: Option<PromptHash>,

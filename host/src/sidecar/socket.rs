@@ -135,7 +135,7 @@ pub(super) async fn serve<A: ServesClients>(listener: &UnixListener, actor: Mail
     }
 }
 
-/// True if the other process closed its end, perhaps without having read all, as at a normal stop.
+/// True if the other process closed its end, even with unread messages, as at a normal stop.
 fn has_left(why: &io::Error) -> bool {
     matches!(why.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe)
 }

@@ -78,7 +78,7 @@ fn recording_file(path: &Path) -> Result<Recording, CommandError> {
 /// Writes the page of a recording in a file; it opens at a time, or else where the run went wrong.
 ///
 /// # Errors
-/// A file that is not a recording, or a page that exists or cannot be written.
+/// The file is not a recording, or the page exists or cannot be written.
 pub(crate) fn export_page(
     recording: &Path,
     html: &Path,

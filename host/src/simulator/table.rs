@@ -165,7 +165,7 @@ fn hits(outcome: &RunOutcome) -> String {
 /// Most ranges of seeds in a line.
 const SEED_RANGES_MAX: usize = 12;
 
-/// Faults that runs have and that never hit: a line per fault with its seeds; empty if all did.
+/// Faults of the runs that never hit: one line per fault with its seeds; empty if all hit.
 pub(crate) fn never_hit(outcomes: &[RunOutcome]) -> String {
     let mut seeds: BTreeMap<(&str, &str), Vec<u64>> = BTreeMap::new();
     let mut runs: BTreeMap<&str, usize> = BTreeMap::new();
@@ -185,7 +185,7 @@ pub(crate) fn never_hit(outcomes: &[RunOutcome]) -> String {
     seeds.into_iter().map(line).collect()
 }
 
-/// Ascending numbers, runs of them as a range.
+/// Ascending numbers, with consecutive ones as a range.
 fn ranges(numbers: &[u64]) -> String {
     let mut ranges: Vec<(u64, u64)> = Vec::new();
     for number in numbers {

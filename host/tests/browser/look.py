@@ -1,4 +1,4 @@
-"""What a browser makes of the pages that `kvferry run --html` writes, and of the status page: text, and that something is drawn."""
+"""Checks in a browser the pages that `kvferry run --html` writes and the status page: their text, and that something is drawn."""
 
 import collections
 import html

@@ -108,7 +108,7 @@ fn an_address_that_others_reach_is_fit_with_a_secret_or_a_word() {
 #[test]
 fn plain_tcp_between_hosts_with_a_secret_is_a_warning() {
     let file = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("doctor-plain-secret");
-    // One that is there from a run before may be read and not written.
+    // A file of an earlier run can be read and not written.
     let _old = std::fs::remove_file(&file);
     std::fs::write(&file, "0123456789abcdef0123456789abcdef").expect("a file");
     std::fs::set_permissions(&file, std::os::unix::fs::PermissionsExt::from_mode(0o400))

@@ -44,7 +44,7 @@ fn expect(checks: &[Value], name: &str, status: &str, found: &str, remedy: Optio
 struct WaitingDoctor {
     child: Child,
     address: String,
-    /// What it says while it waits.
+    /// Line that it prints while it waits.
     notes: Receiver<String>,
 }
 
@@ -56,7 +56,7 @@ impl WaitingDoctor {
         let mut line = String::new();
         let mut err = BufReader::new(child.stderr.take().expect("a pipe"));
         err.read_line(&mut line).expect("a pipe can be read");
-        // What else it says is kept flowing, whoever takes it.
+        // Its further output is read on, so that it does not block.
         let (sender, notes) = channel();
         std::thread::spawn(move || {
             let lines = err.lines().map_while(Result::ok);

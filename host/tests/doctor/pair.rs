@@ -102,7 +102,7 @@ fn strangers_do_not_end_the_wait() {
     expect(&waiting.end(), "peer-served", "ok", "came and went", None);
 }
 
-/// Sets the terminal's title, clears it, and turns the text around.
+/// Sets the terminal's title, clears the screen, and reverses the text.
 const ESCAPES: &str = "\u{1b}]0;owned\u{7}\u{1b}[2J\u{202e}\u{9b}31m";
 
 fn assert_printable(text: &str) {
@@ -119,7 +119,7 @@ fn words_of_a_doctor_that_asks_are_printed_without_escapes() {
     for said in [version, long] {
         let mut stream = TcpStream::connect(&waiting.address).expect("it waits");
         stream.write_all(format!("{said}\n").as_bytes()).expect("it reads");
-        // It ends the connection, however.
+        // It ends the connection, in one way or another.
         let _ = stream.read_to_end(&mut Vec::new());
         let note = waiting.notes.recv().expect("a note");
         assert_printable(&note);

@@ -1,5 +1,5 @@
-//! Legs that no member of the fleet has made: whatever field names their peer, nothing of the native
-//! dialect is said to it.
+//! Legs that no member of the fleet has made: whichever field names their peer, the instance sends
+//! it nothing of the native dialect.
 
 use crate::process::{ServeProcess, post};
 use crate::program::ProgramFolder;
@@ -18,7 +18,7 @@ use std::thread;
 
 const PATH: &str = "/v1/completions";
 
-/// A port that nobody is to dial.
+/// A port that must not be dialled.
 struct SilentPort(TcpListener);
 
 impl SilentPort {
@@ -38,23 +38,23 @@ impl SilentPort {
     }
 }
 
-/// A leg to a decode, from a client of its own.
+/// A leg to a decode from a client that is not the router.
 struct ForgedLeg {
     name: &'static str,
     request: String,
     params: Value,
-    /// It is in MoRIIO's form.
+    /// True if the leg is in MoRIIO's form.
     is_moriio: bool,
 }
 
-/// A peer as MoRIIO's legs are understood.
+/// A peer in the form of MoRIIO's legs.
 fn moriio_peer(port: u16) -> Value {
     let address = json!({"host": "127.0.0.1", "handshake": port, "notify": port});
     let shape = json!({"dp_size_local": 1, "tp_size": 1});
     json!({"address": address, "hosts": ["127.0.0.1"], "dp_size": 1, "dp_rank": 0, "shape": shape})
 }
 
-/// Every form in which a leg can name a prefill, without a seal.
+/// All forms in which a leg can name a prefill, without a seal.
 fn forged_legs(port: u16) -> Vec<ForgedLeg> {
     let base = json!({
         "do_remote_decode": false, "do_remote_prefill": true, "remote_engine_id": null,
@@ -104,7 +104,7 @@ fn body(params: &Value) -> Value {
     json!({"prompt": [1, 2, 3], "max_tokens": 2, "kv_transfer_params": params})
 }
 
-/// The file of a fleet's secret.
+/// File with the fleet's secret.
 fn secret(folder: &ProgramFolder) -> String {
     let secret = folder.write("secret", "0123456789abcdef0123456789abcdef");
     set_permissions(&secret, Permissions::from_mode(0o400)).expect("its mode");

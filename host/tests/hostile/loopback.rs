@@ -1,4 +1,4 @@
-//! HTTP of instances and hosts at loopback, as a page in a browser of the same machine can ask it.
+//! HTTP of instances and hosts at loopback, as a web page on the same machine can reach it.
 
 use crate::process::{ServeProcess, exchange};
 use crate::sidecar_process::SidecarProcess;

@@ -1,4 +1,4 @@
-//! What the router keeps in memory for clients and instances.
+//! Memory that the router uses for clients and instances.
 
 use crate::backend::Act;
 use crate::rig::{TestRouter, completion, pair};
@@ -8,7 +8,7 @@ use std::fs;
 
 const MIB: usize = 1 << 20;
 
-/// The most memory that the router has had, in bytes.
+/// Peak memory of the router, in bytes.
 fn peak(router: &TestRouter) -> usize {
     let status = fs::read_to_string(format!("/proc/{}/status", router.child.id())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -44,7 +44,7 @@ async fn answers_in_memory_are_bounded_for_one_address() {
         assert!(refused.error().contains("--memory-max"), "{refused:?}");
         assert!(d.seen().len() - before <= n, "a request that is too large is not sent again");
     }
-    // What was kept is given back, and no instance was blamed.
+    // The memory is freed, and no instance was blamed.
     d.always(answer(5 * MIB));
     for _ in 0..3 {
         let served = router.post("/v1/completions", &completion()).await;

@@ -1,4 +1,4 @@
-//! Memory and time that one client, or the answers to it, can take of the router. Memory is that of
+//! Memory and time of the router that one client, or the answers to it, can use. Memory is that of
 //! the process; times are compared within one run.
 
 use crate::process::ServeProcess;
@@ -21,7 +21,7 @@ fn memory(child: &Child, field: &str) -> usize {
     kib << 10
 }
 
-/// A router with a prefill and a decode that are named to it.
+/// A router with a named prefill and a named decode.
 async fn between(prefill: &RawInstance, decode: &RawInstance, options: &[&str]) -> TestRouter {
     let named = ["--prefill", &prefill.url, "--decode", &decode.url, "--connect-timeout", "300"];
     let router = TestRouter::start(&[&named, options].concat());
@@ -35,8 +35,7 @@ fn is_served_or_refused(answer: &TestResponse) -> bool {
         || [413, 429, 503].contains(&answer.status) && answer.error().contains("--")
 }
 
-/// Has `ask` called with a size and with eight times the size; the times in which both were
-/// answered at best.
+/// Calls `ask` with a size and with eight times the size; returns the best times of both.
 async fn times(mut ask: impl AsyncFnMut(usize)) -> [Duration; 2] {
     let mut best = [Duration::MAX; 2];
     for _ in 0..3 {
@@ -49,7 +48,7 @@ async fn times(mut ask: impl AsyncFnMut(usize)) -> [Duration; 2] {
     best
 }
 
-/// Fails if the time grew as the square of the size: by 64, where the size grew by 8.
+/// Fails if the time is quadratic in the size: 64 times as long for 8 times the size.
 fn assert_linear([few, many]: [Duration; 2]) {
     assert!(many < few * 24, "{few:?} for 4,000 keys, {many:?} for 32,000");
 }
@@ -152,14 +151,14 @@ fn bodies_at_an_instance_share_one_budget() {
          content-type: application/json\r\ncontent-length: {BODY}\r\n\r\n"
     )
     .into_bytes();
-    // All but the last byte, so that they stay.
+    // All bytes but the last one, so that the requests stay pending.
     request.resize(request.len() + BODY - 1, b' ');
     let mut held = Vec::new();
     for _ in 0..20 {
         let mut stream = TcpStream::connect(instance.text("http")).unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
         if let Err(why) = stream.write_all(&request) {
-            // What is refused is not read.
+            // The body of a refused request is not read.
             assert_ne!(why.kind(), std::io::ErrorKind::WouldBlock, "it neither reads nor closes");
         }
         held.push(stream);

@@ -179,7 +179,7 @@ async fn the_key_of_the_operator_goes_to_who_is_signed() {
     });
     router.send(vec![vec![made_up("evil", Role::Prefill, &format!("{own}:9"))]]);
     turned_down(&router, "not signed").await;
-    // Nor to one at loopback.
+    // Nor one at loopback.
     router.send(vec![vec![made_up("near", Role::Prefill, "127.0.0.1:9")]]);
     let near = |all: &[Value]| all.iter().any(|it| it["from"] == "127.0.0.1:9");
     let start = std::time::Instant::now();
@@ -191,7 +191,7 @@ async fn the_key_of_the_operator_goes_to_who_is_signed() {
     router.ready(1).await;
 }
 
-/// With a secret, unsigned instances get nothing unless a flag says so.
+/// With a secret, unsigned instances get no requests unless a flag allows it.
 #[tokio::test]
 async fn secret_implies_signed_registrations() {
     let folder = ProgramFolder::new("signed-implied");

@@ -1,4 +1,4 @@
-//! Names that the router is asked by, and pages of browsers.
+//! Host names in requests to the router, and pages of browsers.
 
 use crate::rig::{TestRouter, completion, pair};
 use http_body_util::Full;
@@ -80,7 +80,7 @@ async fn pages_of_allowed_origins_may_ask_and_read() {
         assert!(p.seen().is_empty(), "the router answers it");
         let ask = |path| router.request(path, completion().to_string());
         let origin = [("origin", "https://ui.example")];
-        // Errors can be read as well.
+        // A page can read errors as well.
         for (path, status) in [("/v1/completions", 200), ("/v1/none", 404), ("/v1/models", 405)] {
             let answer = router.ask_with(ask(path), &origin).await;
             assert_eq!(answer.status, status, "{path}: {answer:?}");

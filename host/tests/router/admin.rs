@@ -32,7 +32,7 @@ async fn readiness_comes_from_the_registry() {
 async fn readiness_ends_with_the_registration_connection_of_the_only_decode() {
     let (mut router, _p, _d) = pair(Mode::Push, &[]).await;
     assert_eq!(router.metric("kvferry_router_ready").await, 1);
-    // The last one that registered is the decode; its registration does not expire here.
+    // The decode registered last; its registration does not expire here.
     router.hush();
     let state_of = |workers: &[Value], role: &str| {
         workers.iter().find(|it| it["role"] == role).map(|it| it["state"].clone())

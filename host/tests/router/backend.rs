@@ -48,7 +48,7 @@ impl ReceivedLeg {
 pub(crate) enum Act {
     Json(u16, Value),
     Text(u16, &'static str),
-    /// A status, what it says of the time to come again, and the error.
+    /// A status, its `Retry-After`, and the error.
     Busy(u16, String, Value),
     /// Chunks of an event stream, then its end.
     Stream(Vec<String>),
@@ -121,7 +121,7 @@ fn usual(role: Role, leg: &ReceivedLeg, partners: &Mutex<Vec<ReceivedLegs>>) -> 
     }
 }
 
-/// What an instance answers at once.
+/// Answer of an instance that comes at once.
 pub(crate) fn answer(role: Role, leg: &ReceivedLeg) -> Act {
     let text = if role == Role::Prefill { "from P" } else { "from D" };
     let id = format!("cmpl-{}", leg.header("x-request-id"));

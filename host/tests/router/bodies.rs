@@ -1,4 +1,4 @@
-//! Bodies of requests as engines read them, and answers that keep their bytes.
+//! Bodies that engines accept, and answers that keep their bytes.
 
 use crate::backend::{Act, ReceivedLeg};
 use crate::rig::{TestResponse, TestRouter, pair};
@@ -60,7 +60,7 @@ async fn body_with_too_many_fields_is_refused() {
         assert!(error.contains("at most 1024") || error.contains("more than 512"), "{error}");
     }
     assert!(p.seen().is_empty());
-    // Within values there is no such limit.
+    // Nested objects have no such limit.
     let body = format!("{{\"prompt\":\"a\",\"logit_bias\":{{{fields}}}}}");
     assert_eq!(post(&router, "/v1/completions", body).await.status, 200);
 }

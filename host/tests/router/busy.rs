@@ -1,4 +1,4 @@
-//! Instances that answer busy: they stay in rotation, and clients are told when to come again.
+//! Instances that answer busy: they stay in rotation, and clients learn when to retry.
 
 use crate::backend::{Act, HeartbeatFields, StubInstance};
 use crate::rig::{PATIENCE, TestRouter, completion};
@@ -20,7 +20,7 @@ fn busy(status: u16, retry_after: &str) -> Act {
     Act::Busy(status, retry_after.into(), json!({ "error": error }))
 }
 
-/// An instance that takes [`CAP`] legs at a time, and serves all that it has when it is told.
+/// An instance that takes [`CAP`] legs at a time, and serves them all on command.
 struct FullInstance {
     taken: Arc<Mutex<Vec<Arc<Notify>>>>,
     count: watch::Sender<usize>,
@@ -44,7 +44,7 @@ impl FullInstance {
         full
     }
 
-    /// Waits until it has so many legs, and serves them.
+    /// Waits until it has this many legs, and serves them.
     async fn serve(&self, legs: usize) {
         let mut count = self.count.subscribe();
         let is_there = count.wait_for(|count| *count == legs);
@@ -55,7 +55,7 @@ impl FullInstance {
     }
 }
 
-/// A router whose prefill or decode is full at [`CAP`] legs, with so many clients.
+/// A router whose prefill or decode is full at [`CAP`] legs, with this many clients.
 async fn stays_in_use(full: Role, status: u16, is_named: bool, clients: usize) {
     let what = format!("{full} named {is_named}, {status}, {clients} clients");
     let pair = [StubInstance::start(Role::Prefill).await, StubInstance::start(Role::Decode).await];
@@ -102,7 +102,7 @@ async fn stays_in_use(full: Role, status: u16, is_named: bool, clients: usize) {
     }
     let refused = router.metric("kvferry_router_busy_legs_total").await as usize;
     assert_eq!(pair[at].seen().len(), REQUESTS + refused, "{what}");
-    // Each client once at first, then ever rarer.
+    // One for each client at first, then fewer and fewer.
     assert!(refused <= clients - CAP + 8, "{what}: {refused} legs were refused");
 }
 

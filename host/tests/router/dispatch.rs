@@ -119,7 +119,7 @@ async fn replay(file: &str) {
             let expected = expected(recorded, &meta[peer], prefill, mode);
             assert_eq!(actual(leg), expected, "{file} {name} {own}");
             let mut headers: Vec<_> = leg.headers.keys().map(ToString::to_string).collect();
-            // The router passes on what vllm-router does not, and names itself.
+            // The router passes on headers that vllm-router does not, and adds its own.
             let others = ["accept", "authorization", "x-custom", "x-kvferry-router"];
             headers.retain(|name| !others.contains(&&**name));
             headers.sort();

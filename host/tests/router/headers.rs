@@ -1,4 +1,4 @@
-//! Headers and ids on their way through the router.
+//! Headers and ids that pass through the router.
 
 use crate::backend::{Act, HeartbeatFields, StubInstance};
 use crate::rig::{TestRouter, completion, pair, streaming};
@@ -8,7 +8,7 @@ use serde_json::json;
 use std::io::Read;
 use std::process::Stdio;
 
-/// A router with a log, and a prefill and a decode that it was named.
+/// A router with a log, a named prefill and a named decode.
 async fn logged_pair(level: &str) -> (TestRouter, StubInstance, StubInstance) {
     let p = StubInstance::start(Role::Prefill).await;
     let d = StubInstance::start(Role::Decode).await;

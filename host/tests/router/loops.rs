@@ -1,4 +1,4 @@
-//! A router that is an instance of its own.
+//! A router that is named as its own instance.
 
 use crate::backend::{HeartbeatFields, StubInstance, frame};
 use crate::rig::{PATIENCE, TestRouter, completion, pair};

@@ -71,7 +71,7 @@ async fn model_that_only_decodes_serve_is_refused_with_the_role_that_lacks_it() 
     for (instance, models) in pair.iter().zip([&["a"][..], &["a", "lora"]]) {
         *instance.models.lock().unwrap() = model_list(models);
     }
-    // A request that waits would do so for an hour.
+    // A request that waited would time out after an hour.
     let named = ["--prefill", &pair[0].http, "--decode", &pair[1].http, "--queue-timeout", "3600"];
     let router = TestRouter::start(&named);
     router.ready(2).await;

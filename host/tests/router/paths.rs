@@ -1,4 +1,4 @@
-//! Paths that are passed to instances as they are.
+//! Paths that are passed to instances unchanged.
 
 use crate::backend::{Act, StubInstance, model_list};
 use crate::rig::{TestRouter, pair};
@@ -8,7 +8,7 @@ use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
-/// A router with prefills and decodes that it was named.
+/// A router with named prefills and decodes.
 async fn named(prefills: usize, decodes: usize) -> (TestRouter, Vec<StubInstance>) {
     let mut instances = Vec::new();
     for (role, count) in [(Role::Prefill, prefills), (Role::Decode, decodes)] {
@@ -29,7 +29,7 @@ fn start(instances: &[StubInstance], more: &[&str]) -> TestRouter {
     TestRouter::start(&options.chain(more.iter().copied()).collect::<Vec<_>>())
 }
 
-/// Paths of all legs that an instance got.
+/// Paths of all legs that an instance received.
 fn paths(instance: &StubInstance) -> Vec<String> {
     instance.seen().into_iter().map(|leg| leg.path).collect()
 }
@@ -91,7 +91,7 @@ async fn what_is_not_in_the_table_is_404_and_names_the_path() {
     let answer = router.get_of_client("/tokenize").await;
     assert_eq!(answer.status, 405, "{answer:?}");
     assert!(p.seen().is_empty() && d.seen().is_empty());
-    // No client makes the labels of metrics.
+    // Clients cannot create labels of metrics.
     let page = router.get("/metrics").await.body;
     assert!(!page.contains("fine_tuning"), "{page}");
 }
@@ -113,7 +113,7 @@ async fn a_passed_request_goes_to_an_instance_that_serves_its_model() {
     assert_eq!(all.iter().map(|it| it.seen().len()).collect::<Vec<_>>(), [1, 2]);
     let answer = router.post("/v1/embeddings", &json!({"model": "c"})).await;
     assert_eq!((answer.status, &answer.json()["error"]["code"]), (404, &json!("model_not_found")));
-    // Of two that would do the one that does not answer is passed over.
+    // Of two suitable instances, the one that does not answer is skipped.
     all[0].die();
     while TcpStream::connect(&all[0].http).await.is_ok() {}
     for _ in 0..2 {
@@ -234,7 +234,7 @@ async fn what_changes_engines_goes_to_all_and_is_answered_for_each() {
     let failed: Vec<_> = failed.filter(|it| it["status"] != 200).collect();
     let expected = json!("no adapter");
     assert_eq!((failed.len(), &failed[0]["body"]), (1, &expected), "{listed}");
-    // A page of another origin changes nothing, whatever it may ask otherwise.
+    // A page of another origin cannot change engines, even if it may send requests.
     let answer = router.ask_with(load(), &[("origin", "http://localhost:3000")]).await;
     assert_eq!((answer.status, all[0].seen().len()), (403, 2), "{answer:?}");
     let uri = format!("http://{}/is_sleeping", router.admin);

@@ -1,10 +1,10 @@
-//! Bodies and answers that a proxy leaves as they are: numbers, lax types, headers of instances.
+//! Bodies and answers that the router leaves unchanged: numbers, lax types, headers of instances.
 
 use crate::raw_instance::{PARAMS, RawInstance, decoded, json, prefilled};
 use crate::rig::{TestResponse, TestRouter};
 use serde_json::json;
 
-/// A router between a prefill with cached tokens and a decode that answers so.
+/// A router between a prefill with cached tokens and a decode that sends this answer.
 async fn between(answer: fn() -> Vec<u8>) -> (TestRouter, [RawInstance; 2]) {
     let prefill = RawInstance::start(|_| prefilled(PARAMS));
     let instances = [prefill, RawInstance::start(move |_| answer())];
@@ -14,7 +14,7 @@ async fn between(answer: fn() -> Vec<u8>) -> (TestRouter, [RawInstance; 2]) {
     (router, instances)
 }
 
-/// Numbers that no double has, in forms that no serializer writes, and keys that are not sorted.
+/// Numbers that do not fit a double, in unusual forms, and keys that are not sorted.
 const NUMBERS: &str = r#"{"zeta":[-1.0468965599587365,0.10000000000000000555,1E-7,-0.0],"alpha":123456789012345678901234567890}"#;
 
 #[tokio::test]
@@ -71,7 +71,7 @@ async fn bodies_that_engines_take_are_served() {
         }
     }
     assert!(refused.is_empty(), "{refused:#?}");
-    // As the client wrote it: an engine reads it, and JSON has no other form for it.
+    // Unchanged: engines accept it, and JSON has no other form for it.
     let has =
         |it: &RawInstance| it.legs.lock().unwrap().iter().any(|leg| leg.body.contains("-Infinity"));
     assert!(has(&prefill) && has(&decode));

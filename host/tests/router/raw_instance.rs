@@ -1,14 +1,14 @@
-//! Stand-in instances that answer with bytes as they are given, heads included.
+//! Stand-in instances that answer with given bytes, heads included.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Bytes of a leg's body that are kept.
+/// Most bytes of a leg's body that are kept.
 const KEPT: usize = 64 << 10;
 
-/// A leg as it arrived.
+/// A leg as received.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RawLeg {
     /// The request line and the headers.
@@ -23,12 +23,12 @@ type RawAnswer = dyn Fn(&RawLeg) -> Vec<u8> + Send + Sync;
 pub(crate) struct RawInstance {
     pub(crate) url: String,
     pub(crate) legs: Arc<Mutex<Vec<RawLeg>>>,
-    /// Answers that were sent, or that the router did not take.
+    /// Number of answers that were sent, or that the router refused to read.
     pub(crate) answered: Arc<AtomicUsize>,
 }
 
 impl RawInstance {
-    /// An instance at a free port. Where an answer promises more than it has, its end never comes.
+    /// An instance at a free port. If an answer is shorter than its head says, it never ends.
     pub(crate) fn start(
         answer: impl Fn(&RawLeg) -> Vec<u8> + Send + Sync + 'static,
     ) -> RawInstance {
@@ -94,7 +94,7 @@ pub(crate) fn prefilled(params: &str) -> Vec<u8> {
     json("", &format!(r#"{{"choices":[],"usage":{usage},"kv_transfer_params":{params}}}"#))
 }
 
-/// What a decode is to read.
+/// Parameters by which a decode reads.
 pub(crate) const PARAMS: &str = r#"{"do_remote_prefill":true,"do_remote_decode":false,"remote_block_ids":[1],"remote_engine_id":"p","remote_host":"127.0.0.1","remote_port":5600,"tp_size":1}"#;
 
 /// The answer of a decode.

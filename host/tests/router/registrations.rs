@@ -98,7 +98,7 @@ async fn odd_registrations_get_their_verdicts_and_end_nothing() {
         router.until("the decode is listed", decodes).await;
         let harmful = HARMFUL.iter().find(|(harmful, _)| *harmful == name).map(|(_, why)| *why);
         // Modes may differ (B4).
-        // Longer than what a link may send before a proof: its connection is cut.
+        // Longer than a link may send before a proof: its connection is cut.
         let is_cut = name == "big 1MB extra";
         let taken = (case["accepted"] == true && harmful.is_none() && !is_cut)
             || name == "mode READ(mismatch)";

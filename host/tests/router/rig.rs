@@ -157,7 +157,7 @@ impl TestRouter {
         self.get_at(&self.http, path).await
     }
 
-    /// Asks with these headers beside.
+    /// Sends a request with these additional headers.
     pub(crate) async fn ask_with(
         &self,
         mut request: Request<Full<Bytes>>,

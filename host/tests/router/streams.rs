@@ -43,7 +43,7 @@ async fn a_stream_is_neither_held_back_nor_changed() {
     router.metric_reaches(done, 1).await;
 }
 
-/// An event that is not whole is passed on where events are not looked into, and dropped elsewhere.
+/// An incomplete last event is passed on if events are not parsed, and dropped otherwise.
 #[tokio::test]
 async fn a_stream_that_breaks_inside_an_event_ends_with_one_that_can_be_read() {
     let (moriio, _p, d) = pair(Mode::Push, &[]).await;

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 
-/// A connection from an address of this machine that has sent this.
+/// A connection from an address of this machine, with these bytes sent.
 async fn connect(router: &TestRouter, from: &str, request: &str) -> TcpStream {
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind(from.parse().unwrap()).unwrap();
@@ -41,7 +41,7 @@ async fn streams_of_one_address_do_not_keep_others_out() {
     timeout(PATIENCE, other.read_exact(&mut answer)).await.unwrap().unwrap();
     assert_eq!(&answer, b"HTTP/1.1 200");
     timeout(PATIENCE, d.given_up(1)).await.unwrap();
-    // The address that has the others gets no more of them.
+    // The address of the others gets no more of them.
     let mut more = connect(&router, "127.0.0.2:0", health).await;
     timeout(PATIENCE, more.read_exact(&mut answer)).await.unwrap().unwrap();
     assert_eq!(&answer, b"HTTP/1.1 503");
@@ -50,7 +50,7 @@ async fn streams_of_one_address_do_not_keep_others_out() {
 #[tokio::test]
 async fn a_client_that_does_not_read_loses_its_connection() {
     let (router, _p, d) = pair(Mode::Push, &["--write-timeout", "0.1"]).await;
-    // More than the sockets of both sides hold.
+    // More than the sockets of both sides can hold.
     let chunk = format!("data: {{\"text\": \"{}\"}}\n\n", "x".repeat(1 << 20));
     d.always(Act::Stream(vec![chunk; 64]));
     let _unread = connect(&router, "127.0.0.2:0", &completions()).await;

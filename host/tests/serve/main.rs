@@ -279,7 +279,7 @@ fn moriio_peers_are_served_where_there_are_some_and_native_ones_everywhere() {
 fn who_has_another_secret_or_none_is_told_why() {
     let ours = secret("ours", "0123456789abcdef0123456789abcdef");
     let theirs = secret("theirs", "fedcba9876543210fedcba9876543210");
-    // A decode with a secret finds it at the seal of the leg, one without at its hello.
+    // A decode with a secret detects it by the seal of the leg, one without by the hello.
     for (decode, status, said) in [
         (&["--secret-file", &*theirs][..], 400, "the two sides have different secrets"),
         (&[], 500, "a proof of the fleet's secret is demanded here"),

@@ -110,7 +110,7 @@ pub(crate) fn post_with(to: &str, path: &str, line: &str, body: &Value) -> (u16,
     exchange(to, head.as_bytes())
 }
 
-/// Status and body of the answer to these bytes.
+/// Sends these bytes; returns the status and the body of the answer.
 pub(crate) fn exchange(to: &str, request: &[u8]) -> (u16, String) {
     let mut stream = TcpStream::connect(to).expect("the instance listens");
     stream.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");

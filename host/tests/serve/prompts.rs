@@ -1,10 +1,10 @@
-//! Two legs with prompts of equal length and other tokens: no KV is handed over for them.
+//! Two legs with prompts of equal length but other tokens: no KV is handed over.
 
 use super::{PATIENT, ServePair, ServeProcess, metric, prompt};
 use kvferry_engine::core::prompt_hash::PromptHash;
 use serde_json::{Value, json};
 
-/// Parameters of a leg that names nobody, as llm-d's nixlv2 and Ray Serve send them.
+/// Parameters of a leg that names no peer, as llm-d's nixlv2 and Ray Serve send them.
 fn nobody() -> Value {
     json!({
         "do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
@@ -12,7 +12,7 @@ fn nobody() -> Value {
     })
 }
 
-/// The same prompt with one other token, and one without any token in common.
+/// The same prompt with one other token, and a prompt without any common token.
 fn others(tokens: &[u32]) -> [Vec<u32>; 2] {
     let (mut one, mut all) = (tokens.to_vec(), tokens.to_vec());
     one[tokens.len() / 2] += 1;
@@ -20,7 +20,7 @@ fn others(tokens: &[u32]) -> [Vec<u32>; 2] {
     [one, all]
 }
 
-/// Asserts that the text names the prompts of both legs.
+/// Asserts that the text contains the hashes of both prompts.
 fn names_both(why: &str, prefill: &[u32], decode: &[u32]) {
     for (side, tokens) in [("the decode's has hash", decode), ("the prefill's", prefill)] {
         let named = format!("{side} {}", PromptHash::of_tokens(tokens));
@@ -28,7 +28,7 @@ fn names_both(why: &str, prefill: &[u32], decode: &[u32]) {
     }
 }
 
-/// Serves a prompt with both legs, whose decode has other tokens; status and body of its answer.
+/// Serves both legs with a decode that has other tokens; returns status and body of its answer.
 fn other_prompt(pair: &mut ServePair, tokens: &[u32], other: &[u32]) -> (u16, String) {
     let (id, mut prefill, mut decode) = pair.legs(tokens);
     decode["prompt"] = json!(other);

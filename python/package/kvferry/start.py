@@ -28,7 +28,7 @@ EXIT_S = 1
 # One that is started beside another one ends, and that one may end meanwhile, too.
 STARTS_MAX = 2
 
-# This Python, which imports nothing from the working directory.
+# The command of this Python, with the working directory excluded from imports.
 PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 # Starts a program that is no child of this process: vLLM kills those before they can clear up. It has the descriptor whose

@@ -45,7 +45,7 @@ BLOCKS = 16
 # Of a prompt, and its blocks on both sides.
 TOKENS = 64
 TAKEN = [3, 5]
-# What a request says of a prompt of token ids only.
+# Fields of a request whose prompt has token ids only.
 PLAIN = {
     "prompt_embeds": None,
     "prompt_is_token_ids": None,
@@ -206,7 +206,7 @@ class Engine:
                 link.close()
 
     def arrive(self, name: str, params: dict, tokens: int, **prompt) -> SimpleNamespace:
-        """A request, of the same prompt as all of this length unless `prompt` says otherwise."""
+        """A request. All requests of one length have the same prompt, unless `prompt` changes it."""
         about = {"sampling_params": None, "status": RequestStatus.FINISHED_LENGTH_CAPPED}
         params = params["kv_transfer_params"]
         request = SimpleNamespace(

@@ -103,7 +103,7 @@ def _tokenizer() -> Tokenizer:
 
 
 def main(arguments: list[str]) -> str:
-    """The folder of the model, which is written unless it is there."""
+    """Returns the folder of the model; writes the model if it is missing."""
     if len(arguments) != 1:
         raise SystemExit("give one folder for the model, e.g. tiny-model")
     folder = Path(arguments[0]).resolve()

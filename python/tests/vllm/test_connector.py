@@ -61,7 +61,7 @@ def test_decode_computes_at_most_one_token_of_a_prompt(own, reference, length):
 @pytest.mark.parametrize("length", [33, 700])
 @pytest.mark.parametrize("differing", ["one", "all"])
 def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own, length, differing):
-    """As one that two engines render by different templates or tokenizers."""
+    """Stands for one request that two engines render by different templates or tokenizers."""
     ids, other = prompt(length, f"rendered {own.mode} {differing}"), prompt(length, f"another {differing}")
     if differing == "one":
         other = [*other[:1], *ids[1:]]

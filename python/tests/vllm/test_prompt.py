@@ -1,4 +1,4 @@
-"""The prompt's hash, and what becomes of a pair of different prompts."""
+"""Tests of the prompt's hash, and of requests whose two legs have different prompts."""
 
 from array import array
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ DIFFERENT = {
 }
 
 
-# Of a decode whose prefill has `range(TOKENS)` and no salt.
+# Differences of a decode's prompt; the prefill has `range(TOKENS)` and no salt.
 OTHERS = {
     "token": {"prompt_token_ids": [*range(50), 7, *range(51, TOKENS)]},
     "salt": {"cache_salt": "tenant"},
@@ -79,7 +79,7 @@ def test_token_ids_are_hashed_as_the_engine_crate_does():
 
 
 def test_media_that_vllm_counts_are_named_by_their_content():
-    """Two engines that hash no media number them, each its own, and may give two images one number."""
+    """Engines that do not hash media number them, and two engines may give different images one number."""
     same, other = (of(has_names=False, mm_features=[image("0", data=item(pixel))]) for pixel in (1.0, 2.0))
     assert same != other
     assert same == of(has_names=False, mm_features=[image("7", data=item(1.0))])
@@ -120,7 +120,7 @@ def test_a_pair_of_different_prompts_is_a_failed_load_with_both_hashes(mode, oth
         hashes = [of(ids, cache_salt=other.get("cache_salt")), of(list(range(TOKENS)))]
         both = f"the decode's has hash {hashes[0]}, the prefill's {hashes[1]}"
         assert any(both in text for text in told), told
-        # Nothing was moved, and the engines hand over what comes next.
+        # Nothing was moved, and the next request is handed over.
         assert all(pair.prefill.blocks(name, TAKEN) != pair.decode.blocks(name, TAKEN) for name in LAYERS)
         pair.prefill.until(lambda: "r" in pair.prefill.freed)
         assert handed_over(pair, "s")

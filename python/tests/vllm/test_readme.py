@@ -1,4 +1,4 @@
-"""The README's commands for vLLM, word for word but for the ports."""
+"""Runs the README's commands for vLLM unchanged, except for the ports."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PORTS = ("8000", "36367", "8100", "8200")
 
 
 def commands() -> str:
-    """From the router to the metrics of the decode, as one script."""
+    """The commands from the router to the metrics of the decode, as one script."""
     section = README.read_text().split("\n## Serve vLLM\n", 1)[1].split("\n## ", 1)[0]
     blocks = re.findall(r"```console\n(.*?)```", section, re.S)
     [started] = [block for block in blocks if "kvferry router" in block]

@@ -26,7 +26,7 @@ impl PromptContent {
         PromptContent { tokens: *tokens, prefix: prefix.clone(), prefix_tokens, tail: *tail }
     }
 
-    /// The same prompt as an engine renders it that gets other tokens from some place on.
+    /// The same prompt as rendered by an engine that gets other tokens from some place on.
     pub fn rendered(self, word: u64) -> PromptContent {
         let from = (word % self.prefix.len().max(1) as u64) as usize;
         // Equal hashes say that all before is equal, too.
@@ -35,7 +35,7 @@ impl PromptContent {
         PromptContent { prefix, tail: mix(word, self.tail), ..self }
     }
 
-    /// Stands for the hash of the tokens.
+    /// Stand-in for the hash of the tokens.
     pub fn hash(&self) -> PromptHash {
         let last = self.stamp(self.tokens.saturating_sub(1));
         PromptHash([last, mix(last, u64::from(self.tokens))])

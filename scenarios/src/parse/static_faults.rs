@@ -120,7 +120,7 @@ fn degenerate(fault: &FaultSpec, seed: u64, run: &mut Run) {
     }
 }
 
-/// Has decode engines render the prompts of a request to other tokens.
+/// Makes decode engines render the prompts of a request to other tokens.
 fn prompts_differ(fault: &FaultSpec, seed: u64, run: &mut Run) {
     for (n, request) in run.requests.iter_mut().enumerate() {
         if fault.is_hit(seed, n) {

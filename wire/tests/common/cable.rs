@@ -16,7 +16,7 @@ pub(crate) const THEIRS: &str = "fedcba9876543210fedcba9876543210";
 
 pub(crate) type Parts = Vec<Vec<u8>>;
 
-/// What one side has sent, what it is to hear, and how often its link was admitted.
+/// Frames that one side has sent and will receive, and how often its link was admitted.
 #[derive(Clone, Default)]
 pub(crate) struct Cable(
     pub(crate) Arc<Mutex<(Vec<Parts>, Vec<ControlEvent>)>>,

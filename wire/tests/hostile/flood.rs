@@ -15,7 +15,7 @@ use std::time::Duration;
 const HONEST: [u8; 4] = [127, 0, 0, 1];
 const STRANGER: [u8; 4] = [127, 0, 0, 2];
 
-/// Most messages that a source alone is given a turn for.
+/// Most messages of a single source in one turn.
 const TURN_MAX: usize = 8_192;
 
 fn listen(plane: &mut TestZmqPlane, channel: LinkKind) -> SocketAddr {
@@ -42,12 +42,12 @@ fn up(ours: &mut TestZmqPlane) -> LinkId {
     }
 }
 
-/// Ends a connection when a test is over, however it ends.
+/// Ends a connection when its test is over, whatever the result.
 struct EndOnDrop(TcpStream);
 
 impl Drop for EndOnDrop {
     fn drop(&mut self) {
-        // It may have been cut.
+        // The plane may have cut it.
         let _ = self.0.shutdown(Shutdown::Both);
     }
 }
@@ -72,7 +72,7 @@ fn flood_of_messages_is_taken_in_bounded_turns_and_its_connection_is_cut() {
         });
         let (mut is_cut, mut ahead) = (false, None);
         for nth in 0_usize.. {
-            // Until the flood waits for the plane, as for a core that is busy.
+            // Wait until the flood waits for the plane, as for a busy core.
             let (mut before, mut still) = (said.load(Ordering::SeqCst), 0);
             while still < 10 && !is_cut {
                 thread::park_timeout(Duration::from_millis(1));
@@ -83,7 +83,7 @@ fn flood_of_messages_is_taken_in_bounded_turns_and_its_connection_is_cut() {
             let flooded = frames(&events, Some(flooder));
             assert!(flooded <= TURN_MAX, "{flooded} messages of one source in a turn");
             is_cut |= events.contains(&ControlEvent::LinkDown { link: flooder });
-            // Somebody else says something meanwhile.
+            // Another peer sends a message meanwhile.
             let mut taken = ahead.take();
             if nth == 2 {
                 honest.write_all(&part(false, 9)).expect("it is read");
@@ -103,7 +103,7 @@ fn flood_of_messages_is_taken_in_bounded_turns_and_its_connection_is_cut() {
         }
     });
     assert!(CONNECTION_CUTS.flood.load(Ordering::Relaxed) > 0);
-    // Its neighbour goes on.
+    // The other peer's connection continues.
     honest.write_all(&part(false, 9)).expect("it is read");
     ours.wait_for(|event| matches!(event, ControlEvent::Frame { link, .. } if *link == peer));
 }
@@ -135,7 +135,7 @@ fn long_message_before_a_proof_cuts_its_connection_on_every_kind_of_link() {
         let (of, parts) = ours.next_frame();
         assert_eq!(parts[0].len(), most - 64, "{kind:?}");
         ours.plane.admit(of);
-        // An answer shows that the thread has seen it.
+        // An answer shows that the thread has read the message.
         ours.plane.send(of, &[b"go"]).expect("it is up");
         peer.read_exact(&mut [0; 4]).expect("an answer");
         peer.write_all(&part(false, MESSAGE_MAX - 64)).expect("it is read");

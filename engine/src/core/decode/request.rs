@@ -149,9 +149,8 @@ impl Decode {
         self.ask(&id, turn);
     }
 
-    /// The connection of a leg's prefill. A peer that a leg in MoRIIO's form names may be native all
-    /// the same, which its answer to MoRIIO's handshake says, unless the leg lets nothing else be
-    /// spoken.
+    /// Returns the connection to a leg's prefill. A peer that a leg names in MoRIIO's form may be
+    /// native: its answer to MoRIIO's handshake shows it, unless the leg allows one dialect only.
     fn connect(
         &mut self,
         id: &RequestId,

@@ -218,7 +218,7 @@ pub fn fits(message: &Message) -> bool {
     lists + name + 4096 <= FRAME_MAX
 }
 
-/// True if the bytes are those of a hello, as far as their header says.
+/// True if the bytes have the header of a hello.
 pub fn is_hello(bytes: &[u8]) -> bool {
     matches!(bytes, [m0, m1, _, kind, ..] if [*m0, *m1] == MAGIC && *kind == MessageKind::Hello as u8)
 }

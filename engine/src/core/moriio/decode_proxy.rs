@@ -59,8 +59,8 @@ impl EarlyNotices {
 pub(in crate::core) const EARLY_RELEASES_MAX: usize = crate::core::ids::TP_MAX as usize;
 
 impl MoriioPeers {
-    /// A leg with a decode that may speak MoRIIO arrived: a receiver asks for the prompt in its name,
-    /// with this engine's hash of it, for MoRIIO has none. A native one comes by itself.
+    /// A leg arrived whose decode may speak MoRIIO. A receiver asks for the prompt in the decode's
+    /// name and with this engine's hash, because MoRIIO has none. A native decode asks by itself.
     pub fn expect(
         &mut self,
         (key, mode): (&TransferKey, Mode),

@@ -27,7 +27,7 @@ impl ScopedKey {
         self.deployment.len() + from.len() + to.len() + request.len()
     }
 
-    /// What stands for the prompt's hash where a payload is handed over.
+    /// Hash of the payload's key, which takes the place of a prompt's hash in the hand-over.
     pub(super) fn prompt_hash(&self) -> PromptHash {
         let PayloadKey { stream: PayloadStream { from, to, request }, chunk } = &self.key;
         let mut hasher = PromptHasher::default();

@@ -195,7 +195,7 @@ impl Peers {
             self.end(connection, Failure::PeerSilent, turn);
         }
         let ranks = self.ranks.as_deref().unwrap_or_default();
-        // Before the hello changes anything of a connection that is under way.
+        // Checked before the hello changes a connection that is up.
         let agreed = match check((&self.local, self.config.version), ranks, &hello) {
             Ok(agreed) => agreed,
             Err(failure) => return self.turn_away(link, &hello, failure, turn),

@@ -432,7 +432,7 @@ impl Peers {
         self.has_room_beside(0)
     }
 
-    /// True if there is room for one more connection when so many of those that are there end.
+    /// True if there is room for one more connection after `ending` existing ones have ended.
     fn has_room_beside(&self, ending: usize) -> bool {
         let places = self.connections.len() - ending + self.reserved;
         let room = places < self.config.peers_max as usize;

@@ -39,10 +39,10 @@ pub(super) enum ReceiverState {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WantedPrompt {
     pub(super) tokens: u32,
-    /// Hash of the prompt. None in an announcement, which follows a native `Ask` that has it; a
-    /// peer that speaks MoRIIO announces without one.
+    /// Hash of the prompt. None in an announcement: after a native `Ask` the hash is known, and a
+    /// peer that speaks MoRIIO sends none.
     pub(super) hash: Option<PromptHash>,
-    /// How much of its KV is to be digested.
+    /// Amount of its KV that is digested.
     pub(super) verify: Option<Verify>,
 }
 

@@ -9,8 +9,8 @@ use crate::core::verify::{DigestPlan, KvDigest};
 use std::sync::Arc;
 
 impl Prefill {
-    /// What is digested for a receiver, if it wants that. Only engines that verify ask for it and
-    /// are asked.
+    /// Plan of the digests that a receiver wants, if any. Only engines that verify ask for digests
+    /// and are asked for them.
     pub(super) fn digest_plan(
         &self,
         key: &TransferKey,

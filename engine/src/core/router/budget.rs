@@ -1,5 +1,5 @@
-//! Which share of the requests may be sent again: more would add to the overload that failed them. And
-//! how long those that wait will take, by how many were served lately.
+//! Share of requests that the router may retry, since more retries would add to the overload; and
+//! the time that waiting requests will take, estimated from the recent rate.
 
 use super::io::RetryShare;
 use crate::core::time::Nanos;
@@ -9,7 +9,7 @@ pub(super) const WINDOW: u64 = 10;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// What happened within one second.
+/// Numbers of events within one second.
 #[derive(Clone, Copy, Debug, Default)]
 struct BudgetSlot {
     requests: u64,
@@ -48,7 +48,7 @@ impl RetryBudget {
         self.slot(now).served += 1;
     }
 
-    /// Time in which so many requests were served lately; the whole window if none was.
+    /// Time in which this many requests were served lately; the whole window if none was.
     pub(super) fn time_for(&self, now: Nanos, requests: usize) -> Nanos {
         let second = now.0 / SECOND;
         let is_fresh = second.saturating_sub(self.second) < WINDOW;

@@ -55,7 +55,7 @@ pub(super) enum RouterTimer {
     Expiry(InstanceId),
     /// A suspect instance may take legs again.
     Heal(InstanceId),
-    /// An instance that refused legs as busy is asked again.
+    /// An instance that refused legs as busy may take legs again.
     Room(InstanceId),
     /// An instance that did not answer, or whose models are to be read again, is probed again.
     Probe(InstanceId),
@@ -505,7 +505,7 @@ impl LegDispatcher {
         }
     }
 
-    /// An instance answered a probe, or did not. True if it takes legs from now on.
+    /// Notes whether an instance answered a probe. True if it takes legs from now on.
     pub(super) fn probed(
         &mut self,
         now: Nanos,

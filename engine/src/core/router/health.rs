@@ -75,7 +75,7 @@ impl Health {
         now < self.until
     }
 
-    /// Time before which it is kept out of traffic.
+    /// Time until which it is kept out of traffic.
     pub(super) fn until(&self) -> Nanos {
         self.until
     }

@@ -153,9 +153,9 @@ pub enum LegEvent {
 pub enum LegFailure {
     /// Connection refused, cut, or timed out.
     Connection,
-    /// The instance is full (429, 503): says nothing against the instance or the request.
+    /// The instance is full (429, 503). This is no fault of the instance or the request.
     Busy {
-        /// Time after which it wants to be asked again (`Retry-After`), if it said so.
+        /// Time after which it asks for the next attempt (`Retry-After`), if it named one.
         retry_after: Option<Nanos>,
     },
     /// The instance failed the request (5xx).
@@ -168,7 +168,7 @@ pub enum LegFailure {
 }
 
 impl LegFailure {
-    /// True if the request fails so on whatever instances it is tried.
+    /// True if every instance would fail the request in the same way.
     pub(super) fn is_final(&self) -> bool {
         match self {
             LegFailure::Request(_) => true,
@@ -330,13 +330,13 @@ pub enum ClientAnswer {
     },
     /// It failed; names the last cause.
     Failed(LegFailure),
-    /// No instance could take it (503), and why.
+    /// No instance could take it (503), with the reason.
     NoInstance(Unavailable),
-    /// Instances of one role serve the model, and none of the other role (404).
+    /// Only instances of one role serve the model (404).
     NoRole {
-        /// The role that no instance has for the model.
+        /// The role without an instance for the model.
         missing: Role,
-        /// Models that instances of that role serve, in order, [`NAMED_MODELS_MAX`] at most.
+        /// Models that instances of that role serve, sorted, at most [`NAMED_MODELS_MAX`].
         served: Arc<[Arc<str>]>,
     },
     /// No instance serves the model (404). Those that are served, in order, [`NAMED_MODELS_MAX`] at
@@ -348,7 +348,7 @@ pub enum ClientAnswer {
     Overload,
 }
 
-/// Why no instance could take a request.
+/// Reason why no instance could take a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Unavailable {
@@ -358,9 +358,9 @@ pub enum Unavailable {
     Nobody,
     /// No instance of this role is registered.
     NoRole(Role),
-    /// No prefill and decode have the same transfer mode and a dialect in common.
+    /// No prefill and decode share a transfer mode and a dialect.
     NoCommonMode,
-    /// There are pairs, and one instance of each failed lately or has not answered a probe yet.
+    /// There are pairs, but in each an instance failed lately or has not answered a probe yet.
     NotReady,
 }
 
@@ -444,7 +444,7 @@ pub struct RouterConfig {
     /// The instances that may register; none lets all.
     #[serde(skip)]
     pub listed: Option<ListedInstances>,
-    /// Of `instances_max`, the places that only instances have that sign.
+    /// Places out of `instances_max` that are reserved for instances that sign.
     #[serde(skip)]
     pub signed_min: u32,
     /// No others may register than those that sign.

@@ -12,7 +12,7 @@ use crate::core::message::{FinishReason, Role};
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
-/// Shortest pause of a request with several samples, one of which was refused as busy.
+/// Shortest pause of a request with several samples after one of them was refused as busy.
 const BUSY_PAUSE_MIN: Nanos = Nanos::from_ms(20);
 
 impl Router {
@@ -52,7 +52,7 @@ impl Router {
         }
     }
 
-    /// Why nothing serves the model, however long a request waits.
+    /// Returns the answer for a request whose model nothing serves, so that waiting cannot help.
     fn unserved(&mut self, now: Nanos, model: Option<&str>) -> Option<ClientAnswer> {
         let registry = &self.dispatcher.registry;
         let answer = match registry.without_model(now, model) {
@@ -89,7 +89,7 @@ impl Router {
         self.active < self.dispatcher.config.requests_max
     }
 
-    /// Sends what waits of a request; false if there is no instance for some of it.
+    /// Sends the waiting legs of a request; false if some of them have no instance.
     fn dispatch(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) -> bool {
         let request = self.requests.get_mut(&client).expect("only known requests are sent");
         let (mut id, mut all_sent) = (None, true);
@@ -441,9 +441,9 @@ impl Router {
         self.send_again(client, turn);
     }
 
-    /// Sends what waits of a request again, one leg of which an instance refused as busy, or has it
-    /// wait for room until its time is over. If its prompts have several samples, all of which the
-    /// refusal of one ended, room for one does not show that there is room for all: it pauses first.
+    /// Retries a request after an instance refused one of its legs as busy, or makes it wait for
+    /// room until its time is over. A request whose prompts have several samples pauses first: the
+    /// refusal ended all samples, and room for one is not room for all.
     fn find_room(&mut self, client: ClientId, busy: LegFailure, turn: &mut RouterTurn<'_>) {
         let wait_max = self.dispatcher.config.wait_max;
         let request = self.requests.get_mut(&client).expect("a leg has a request");

@@ -7,7 +7,7 @@
 //! transfer key. When a leg fails, the others of that dispatch are cancelled at once and the
 //! samples of which the client has seen nothing are sent again under a new transfer id: at once to
 //! others, to the same instances after a pause, which ends when one comes that has not failed them.
-//! A leg that an instance refuses as busy waits for room, there or elsewhere, and counts as no try.
+//! A leg that an instance refuses as busy waits for room, there or elsewhere. It is not a try.
 //! The timeout of a leg is the shell's business (it sees the bytes of a stream); it is reported as
 //! [`LegFailure::Connection`].
 //!
@@ -169,16 +169,16 @@ impl Router {
         self.draining || self.released
     }
 
-    /// Time after which a request that is refused now is worth sending again: until an instance takes
-    /// legs and those that wait are served, at the rate of late, a second at least and a minute at
-    /// most.
+    /// Time after which a client should retry a request that is refused now: until an instance
+    /// takes legs and the waiting requests are served at the recent rate, from one second to one
+    /// minute.
     pub fn retry_after(&self, now: Nanos) -> Nanos {
         let again = match self.dispatcher.has_both(now) {
             true => {
                 let opens = self.dispatcher.registry.opens_after(now);
                 opens.max(self.budget.time_for(now, self.waits() + 1))
             }
-            // An instance that is to come back has registered by then.
+            // An instance that comes back has registered by then.
             false => self.dispatcher.config.expiry,
         };
         again.clamp(Nanos::from_secs(1), Nanos::from_secs(60))
@@ -352,7 +352,7 @@ impl Router {
         while let Some(timer) = self.dispatcher.timers.pop_due(turn.now) {
             match timer {
                 RouterTimer::Expiry(instance_id) => self.expired(instance_id, turn),
-                // They are armed to have the waiting requests looked at.
+                // Nothing to do: each turn checks the waiting requests after its timers.
                 RouterTimer::Heal(_) | RouterTimer::Room(_) => {}
                 RouterTimer::Probe(instance_id) => self.dispatcher.probe(instance_id, turn),
                 RouterTimer::Load => self.dispatcher.ask_loads(turn),
@@ -395,7 +395,7 @@ impl Machine for Router {
             RouterInput::Gone { client } => self.finish(client, None, turn),
             RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
             RouterInput::Probed { probe, answers, models } => {
-                // Models that it lists later are looked at when the pauses are over.
+                // Models that it lists later are checked when the pauses are over.
                 if self.dispatcher.probed(turn.now, probe, (answers, models)) {
                     self.wake(turn);
                 }

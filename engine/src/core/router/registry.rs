@@ -49,7 +49,7 @@ pub(super) struct RegisteredInstance {
     pub(super) expires: Nanos,
     /// What its legs told of it.
     pub(super) health: Health,
-    /// What its busy answers told of the legs that it takes.
+    /// Number of legs that it takes, learned from its busy answers.
     pub(super) room: LegRoom,
     /// True once the registration has expired; only streams are left.
     pub(super) lost: bool,
@@ -71,7 +71,7 @@ pub(super) struct RegisteredInstance {
     pub(super) failing: BTreeMap<InstanceId, Health>,
     /// The link that it registered by last, while that is up.
     pub(super) link: Option<LinkId>,
-    /// True if that link has ended, until it registers again.
+    /// True from the end of that link until the instance registers again.
     pub(super) disconnected: bool,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: AbandonQueue,

@@ -84,7 +84,7 @@ impl PromptState {
         self.samples.iter().all(|sample| sample.progress == SampleProgress::Done)
     }
 
-    /// Notes which instance failed it, or which pair.
+    /// Notes the instance or the pair that failed it.
     pub(super) fn blame(
         &mut self,
         instance_id: InstanceId,
@@ -131,7 +131,7 @@ pub(super) struct RouterRequest {
     pub(super) tried: u32,
     /// The last failure of a leg.
     pub(super) cause: Option<LegFailure>,
-    /// End of its time to find room, since one of its legs was refused as busy.
+    /// End of the time in which it has to find room, set when a leg is first refused as busy.
     pub(super) busy_until: Option<Nanos>,
     /// The first reason why a decode computed a prompt itself.
     pub(super) recomputed: Option<Failure>,

@@ -1,4 +1,4 @@
-//! Legs that an instance takes at a time, learned from its busy answers.
+//! Number of legs that an instance takes at a time, learned from its busy answers.
 //!
 //! An instance that answers busy works and is full. The legs that it had when a refused leg was
 //! sent are what it takes; further legs wait until one of them ends. After some legs have ended well
@@ -25,32 +25,32 @@ const QUIET_MAX: u32 = 64;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RefusedLeg {
     pub(super) leg: LegId,
-    /// Number of the next leg that is sent anywhere.
+    /// Number of the next leg that the router sends.
     pub(super) next: LegId,
-    /// Legs of the instance that were in flight when this one was sent.
+    /// Legs of the instance that were in flight when the refused leg was sent.
     pub(super) ahead: u32,
     /// True if another instance of the same server has legs in flight.
     pub(super) is_shared: bool,
-    /// Time after which the instance wants to be asked again, by its own word.
+    /// Time after which the instance asks for the next attempt, if it named one.
     pub(super) retry_after: Option<Nanos>,
 }
 
-/// What the busy answers of an instance tell of the legs that it takes.
+/// Limit of an instance's legs, learned from its busy answers.
 #[derive(Clone, Debug, Default)]
 pub(super) struct LegRoom {
-    /// Legs at a time; none if no leg was refused.
+    /// Legs at a time; `None` if no leg was refused.
     limit: Option<u32>,
     /// Time before which no leg is sent.
     until: Nanos,
     /// Pauses since a leg was last served.
     pauses: u32,
-    /// Legs with a smaller number were sent before the limit changed and tell nothing of it.
+    /// Legs with a smaller number were sent before the limit changed and are ignored.
     since: LegId,
     /// Legs that have to end well before the limit rises.
     quiet: u32,
     /// Legs that ended well since the limit changed.
     ended: u32,
-    /// By how much the limit rises next.
+    /// Amount by which the limit rises next.
     step: u32,
     /// Limit before the last rise.
     base: u32,
@@ -79,7 +79,7 @@ impl LegRoom {
         self.limit = Some(limit);
         self.ended = 0;
         self.step = 1;
-        // Many legs are refused at one time; only those sent after the first refusal tell more.
+        // Many legs are refused at once; only those sent after the first refusal are news.
         if leg >= self.since {
             self.quiet = match ahead {
                 // Nothing is known of how many legs it takes when it works.
@@ -96,7 +96,7 @@ impl LegRoom {
         let doubled = 1 << self.pauses.min(16);
         let own = config.retry_pause.max(PAUSE_MIN).scale(doubled, 2);
         let pause = match retry_after {
-            // The legs of the other instances are served, and one that ends makes room.
+            // The other instances of the server have legs; one that ends makes room.
             _ if is_shared || self.pauses == 0 => PAUSE_MIN.scale(doubled, 1),
             Some(span) => span.max(PAUSE_MIN),
             None => own,
@@ -106,13 +106,13 @@ impl LegRoom {
         Some(self.until)
     }
 
-    /// Learns from a leg that was served while the instance had this many legs in flight, its own one
-    /// included; `next` is the number of the next leg that is sent anywhere.
+    /// Learns from a leg that was served while the instance had this many legs in flight, including
+    /// this one; `next` is the number of the next leg that the router sends.
     pub(super) fn served(&mut self, leg: LegId, next: LegId, legs: usize) {
         self.until = Nanos::ZERO;
         self.pauses = 0;
         let Some(limit) = self.limit else { return };
-        // Below the limit nothing shows that there is more room.
+        // A leg below the limit does not show that there is more room.
         if legs < limit as usize || leg < self.since {
             return;
         }
@@ -154,7 +154,7 @@ impl Registry {
         })
     }
 
-    /// Time until an instance of each role takes legs, as far as their failures and busy answers tell.
+    /// Time until an instance of each role takes legs, as far as failures and busy answers tell.
     pub(super) fn opens_after(&self, now: Nanos) -> Nanos {
         let of = |role| {
             let there = self.of_role(role).filter(|(_, it)| it.is_there(now));
@@ -163,8 +163,8 @@ impl Registry {
         of(Role::Prefill).max(of(Role::Decode)).unwrap_or(Nanos::ZERO)
     }
 
-    /// True if a request for the model waits for room only: all instances of a role that would take
-    /// it are full.
+    /// True if a request for the model only lacks room: all instances of a role that would take it
+    /// are full.
     pub(super) fn is_full(&self, now: Nanos, model: Option<&str>) -> bool {
         [Role::Prefill, Role::Decode].into_iter().any(|role| {
             let mut takers = self
@@ -196,7 +196,7 @@ mod tests {
             FullInstance { room: LegRoom::default(), taken: VecDeque::new(), next: 0, refused: 0 }
         }
 
-        /// Sends as many of `offered` legs as there is room for, and hears of those above `cap`.
+        /// Sends up to `offered` legs while there is room; the instance refuses those above `cap`.
         fn fill(&mut self, offered: u32, cap: u32) {
             let config = RouterConfig::default();
             let mut sent = Vec::new();

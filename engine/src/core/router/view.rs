@@ -21,8 +21,8 @@ pub enum InstanceState {
     Unproven,
     /// It failed lately and is left alone for a time.
     Suspect,
-    /// The connection that it registered by has ended. It gets legs until its registration expires, as
-    /// connections also end without their process, but nothing shows that it still serves.
+    /// The connection that it registered by has ended. It gets legs until its registration expires,
+    /// because a connection can end while its process runs, but nothing shows that it still serves.
     Disconnected,
     /// It failed repeatedly and has to serve one client before it gets more.
     Trial,
@@ -66,7 +66,7 @@ pub struct InstanceView<'a> {
     pub legs: u32,
     /// What its server said of its load and how long ago, if that counts.
     pub load: Option<(ServerLoad, Nanos)>,
-    /// True if its server is so busy by that that others are taken, or it takes no more legs now.
+    /// True if other servers are preferred because of that load, or if it takes no more legs now.
     pub busy: bool,
     /// Legs that it takes at a time, if it refused one as busy.
     pub legs_max: Option<u32>,

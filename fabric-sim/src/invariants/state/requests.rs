@@ -48,8 +48,8 @@ pub(crate) struct TrackedClient {
 }
 
 impl TrackedClient {
-    /// Legs that were sent for a part of the request, without the tries that were refused as busy, and
-    /// with these alone.
+    /// Legs that were sent for a part of the request: without the tries refused as busy, and only
+    /// those.
     pub(crate) fn tries(&self, part: DispatchedPart) -> [usize; 2] {
         let all = self.legs.iter().filter(|leg| leg.part == part);
         let (busy, counted): (Vec<_>, Vec<_>) = all.partition(|leg| self.busy.contains(&leg.key));

@@ -1,5 +1,5 @@
-//! A recorded run as one page that needs nothing else: an overview of requests and links, and a sequence
-//! diagram with filters, causes and the state of the KV blocks.
+//! Page of a recorded run, in one file: an overview of requests and links, and a sequence diagram
+//! with filters, causes and the state of the KV blocks.
 
 mod overview;
 
@@ -43,11 +43,11 @@ const STATES: [BlockUse; 6] = [
 const OUTSIDE: i64 = -2;
 const NONE: i64 = -1;
 
-/// Writes the page of a recording. It opens with the overview, or at a time; its sequence begins where
-/// the run went wrong, else at the first fault or transfer.
+/// Writes the page of a recording. It opens with the overview, or at the given time. Its sequence
+/// begins at the first violation, else at the first fault or transfer.
 ///
 /// # Errors
-/// A recording that cannot be read, or a file that exists or cannot be written.
+/// The recording cannot be read, or the page exists or cannot be written.
 pub(crate) fn write(
     recording: &Recording,
     path: &Path,

@@ -1,4 +1,4 @@
-//! The overview of a run: its requests in stages, the use of its links, faults and times to first token.
+//! Overview of a run: stages of its requests, use of its links, faults, and times to first token.
 
 use super::{NONE, OUTSIDE};
 use crate::simulator::timeline::{EventKind, LinkBytes, RequestSpan, Timeline, TimelineEvent};
@@ -19,9 +19,9 @@ const LINKS_MAX: usize = 12;
 /// Most faults and violations that are marked.
 const MARKS_MAX: usize = 500;
 
-/// The data of the overview; `shown` are the events that the page has.
+/// Data of the overview; `shown` are the events on the page.
 pub(super) fn data(timeline: &Timeline, shown: &Range<usize>) -> Value {
-    // From then on the simulator sends requests of its own, to see that all is well again.
+    // Later requests are the simulator's own, which check that the system works again.
     let settled = timeline.settled().unwrap_or(Nanos::MAX);
     let own = timeline.requests.partition_point(|span| span.asked < settled);
     let (spans, own) = timeline.requests.split_at(own);
@@ -84,7 +84,7 @@ fn request(span: &RequestSpan, event: i64) -> Value {
     ])
 }
 
-/// The links by their bytes, the most first: names, bytes in all, and bytes in each interval.
+/// The links with most bytes first: names, bytes in all, and bytes in each interval.
 fn links(timeline: &Timeline, landed: &[LinkBytes], time: Range<Nanos>) -> Value {
     let mut found: BTreeMap<(u16, u16), (u64, Vec<u64>)> = BTreeMap::new();
     let span = (time.end.0 - time.start.0).max(1);

@@ -1,10 +1,10 @@
-//! Labels of events in plain words.
+//! Explanations of the labels of events.
 
 use kvferry_scenarios::{FaultKind, InvariantId, MessageName};
 
-/// Labels that are not of a message, a fault or an invariant. `Hook` is a call of the serving engine,
-/// `Answer` what its core tells it, `Job` and `Report` go between a core and the transfer actor of a
-/// rank, `Data` between that and the data plane, `Control` to the control plane.
+/// Labels other than messages, faults and invariants. `Hook` is a call of the serving engine, and
+/// `Answer` is what its core answers. `Job` and `Report` pass between a core and the transfer actor
+/// of a rank, `Data` between that actor and the data plane. `Control` goes to the control plane.
 const MEANINGS: [(&str, &str); 80] = [
     ("Tick", "a deadline may be due"),
     ("Start", "the transfer actor of a rank starts"),
@@ -88,7 +88,7 @@ const MEANINGS: [(&str, &str); 80] = [
     ("Register", "the instance is registered without a message"),
 ];
 
-/// Parts of payload cores: they are cores of prefill and decode, and use these between hosts.
+/// Parts of payload cores, which contain prefill and decode cores and use them between hosts.
 const PAYLOAD_PARTS: [(&str, &str); 5] = [
     ("PrefillPeer", "between the payload core and its prefill core: a peer"),
     ("DecodePeer", "between the payload core and its decode core: a peer"),
@@ -97,7 +97,7 @@ const PAYLOAD_PARTS: [(&str, &str); 5] = [
     ("Decode", "between the payload core and its decode core"),
 ];
 
-/// The meaning of a label, if it is not in plain words itself.
+/// Explanation of a label, unless the label explains itself.
 pub(crate) fn meaning(label: &str) -> Option<&'static str> {
     let first = |text: &str| text.split(' ').next().unwrap_or_default().to_owned();
     if let Some(message) = label.strip_prefix("sends ").or_else(|| label.strip_prefix("gets ")) {

@@ -65,7 +65,7 @@ pub(crate) struct TimelineEvent {
     pub(crate) detail: String,
 }
 
-/// How the label of the event begins at which all faults are over.
+/// Beginning of the label of the event at which all faults are over.
 const LIVENESS_PHASE: &str = "liveness phase";
 
 /// Most bytes of the text of an event.
@@ -96,9 +96,9 @@ pub(crate) struct Timeline {
     pub(crate) pools: Vec<PoolSize>,
     /// By event.
     pub(crate) changes: Vec<BlockChange>,
-    /// By arrival.
+    /// Sorted by arrival.
     pub(crate) requests: Vec<RequestSpan>,
-    /// By time.
+    /// Sorted by time.
     pub(crate) landed: Vec<LinkBytes>,
 }
 
@@ -119,15 +119,15 @@ impl Timeline {
         self.events.iter().position(|event| event.kind == kind)
     }
 
-    /// When the faults were over and the liveness phase began.
+    /// Time at which the faults were over and the liveness phase began.
     pub(crate) fn settled(&self) -> Option<Nanos> {
         let begins = |event: &&TimelineEvent| event.label.starts_with(LIVENESS_PHASE);
         let phases = self.events.iter().filter(|event| event.kind == EventKind::Phase);
         phases.into_iter().find(begins).map(|event| event.at)
     }
 
-    /// The event at which a look at this run begins: what went wrong in it first, else the first fault,
-    /// else the first transfer.
+    /// Event at which a reader should begin: the first violation, else the first fault, else the
+    /// first transfer.
     pub(crate) fn focus(&self) -> usize {
         let wrong = self.first_of(EventKind::Violation);
         let ended = || {

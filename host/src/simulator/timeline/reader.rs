@@ -489,8 +489,8 @@ impl TimelineReader {
         self.timeline
     }
 
-    /// Puts events into the order of time; violations are told at the end. Returns the new index of
-    /// each event.
+    /// Sorts events by time; violations are recorded at the end. Returns the new index of each
+    /// event.
     fn order(&mut self) -> Vec<u32> {
         let timeline = &mut self.timeline;
         let mut order: Vec<u32> = (0..timeline.events.len() as u32).collect();

@@ -1,4 +1,4 @@
-//! Requests of clients and bytes on links, as the overview of a run shows them.
+//! Requests of clients and bytes on links, for the overview of a run.
 
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::command::DataCommand;
@@ -11,19 +11,19 @@ use kvferry_engine::core::transfer::TransferEffect;
 use kvferry_sim::world::{MachineEffect, MachineInput, RecordedDetail};
 use std::collections::BTreeMap;
 
-/// A request of a client: when its stages began. Of several prompts, a stage begins with the first
-/// and ends with the last.
+/// A client's request with the times of its stages. With several prompts, a stage begins with the
+/// first of them and ends with the last.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RequestSpan {
     pub(crate) client: u64,
     /// Event at which the client sent it.
     pub(crate) event: u32,
     pub(crate) asked: Nanos,
-    /// A prefill began to compute it.
+    /// Time at which a prefill began to compute it.
     pub(crate) begun: Option<Nanos>,
-    /// The prefills had computed it.
+    /// Time at which the prefills had computed it.
     pub(crate) computed: Option<Nanos>,
-    /// The decodes had its KV, or gave it up.
+    /// Time at which the decodes had its KV, or gave it up.
     pub(crate) loaded: Option<Nanos>,
     pub(crate) first_token: Option<Nanos>,
     pub(crate) ended: Option<Nanos>,
@@ -37,13 +37,13 @@ pub(crate) struct RequestSpan {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LinkBytes {
     pub(crate) at: Nanos,
-    /// Instances, as indices into those of the run.
+    /// The two instances, as indices into those of the run.
     pub(crate) from: u16,
     pub(crate) to: u16,
     pub(crate) bytes: u64,
 }
 
-/// What an overview shows, while a recording is read.
+/// State of the overview while a recording is read.
 #[derive(Debug, Default)]
 pub(super) struct RequestStages {
     spans: Vec<RequestSpan>,
@@ -63,7 +63,7 @@ impl RequestStages {
         self.spans.push(RequestSpan { client, event, asked: at, ..RequestSpan::default() });
     }
 
-    /// A client got its answer, or left.
+    /// A client got its answer, or disconnected.
     pub(super) fn answered(&mut self, at: Nanos, client: u64, answer: &str) {
         if let Some(span) = self.clients.get(&client).and_then(|index| self.spans.get_mut(*index)) {
             span.ended.get_or_insert(at);
@@ -133,14 +133,14 @@ impl RequestStages {
         }
     }
 
-    /// Bytes of an operation arrived. What lands in parts counts when the first part does.
+    /// Bytes of an operation arrived. If they arrive in parts, all count when the first part does.
     pub(super) fn arrived(&mut self, at: Nanos, by: (u16, u16), op: u64, [from, to]: [u16; 2]) {
         if let Some(bytes) = self.submitted.remove(&(by.0, by.1, op)) {
             self.landed.push(LinkBytes { at, from, to, bytes });
         }
     }
 
-    /// The requests by arrival; `place` says which event each became.
+    /// The requests by arrival; `place` maps old to new indices of events.
     pub(super) fn finish(self, place: &[u32]) -> (Vec<RequestSpan>, Vec<LinkBytes>) {
         let mut spans = self.spans;
         for span in &mut spans {

@@ -1,6 +1,6 @@
-"""The prompt's hash: of all that its KV depends on, alike in both engines.
+"""Hash of a prompt and of everything else that its KV depends on, computed in the same way by both engines.
 
-vLLM's own hashes of blocks are not that. They are there with prefix caching only, and depend on settings of the
+vLLM's own hashes of blocks cannot be used. They exist only with prefix caching, and depend on settings of the
 engine: the algorithm, the block size, the path of an adapter.
 """
 
@@ -12,22 +12,22 @@ from kvferry._native import prompt_hash as hash_of_parts
 
 
 def names_media(vllm_config) -> bool:
-    """Whether vLLM names images and the like by their content. Without its caches it counts them instead."""
+    """True if vLLM names images and other media by their content. Without its caches it numbers them instead."""
     media = vllm_config.model_config.multimodal_config
     return media is None or media.mm_processor_cache_gb != 0 or vllm_config.cache_config.enable_prefix_caching
 
 
 def prompt_hash(request, has_names: bool = True) -> bytes:
-    """The hash of a request's prompt. `has_names` says that vLLM names its media by their content."""
+    """Returns the hash of a request's prompt. `has_names` is true if vLLM names its media by their content."""
     return hash_of_parts(list(_parts(request, has_names)))
 
 
 def _parts(request, has_names: bool):
-    """The parts of the hash, with their names."""
+    """Yields the names and the contents of the parts."""
     if request.prompt_token_ids is not None:
         yield "tokens", _packed(request.prompt_token_ids)
     if (embeds := request.prompt_embeds) is not None:
-        # Where they are, if not everywhere.
+        # A flag for each position, if not all positions are embeddings.
         yield "embeds", _tensor(embeds) + bytes(request.prompt_is_token_ids or ())
     for feature in request.mm_features:
         where = feature.mm_position
@@ -36,7 +36,7 @@ def _parts(request, has_names: bool):
         if where.is_embed is not None:
             yield "places", _tensor(where.is_embed)
     if (adapter := request.lora_request) is not None:
-        # Its number and its path are the engine's own.
+        # The adapter's number and path differ between engines.
         yield "adapter", adapter.lora_name.encode()
     if salt := request.cache_salt:
         yield "salt", salt.encode()
@@ -47,7 +47,7 @@ def _packed(ids: list[int]) -> bytes:
     try:
         packed = array("I", ids)
     except OverflowError:
-        # No model has such a token. It may be in a request all the same.
+        # No model has such a token, but a request may contain it.
         return repr(ids).encode()
     if sys.byteorder != "little":
         packed.byteswap()
@@ -63,7 +63,7 @@ def _tensor(tensor) -> bytes:
 
 
 def _content(feature) -> str:
-    """Of a medium that vLLM does not name by its content."""
+    """Hash of the content of a medium that vLLM does not name by its content."""
     from vllm.multimodal.hasher import MultiModalHasher
 
     digest = hashlib.sha256()

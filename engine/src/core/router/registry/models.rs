@@ -93,7 +93,7 @@ impl Registry {
         Some((missing, named(of(missing))))
     }
 
-    /// Why no pair for the model takes requests.
+    /// Returns the reason why no pair for the model takes requests.
     pub(in crate::core::router) fn unavailable(
         &self,
         now: Nanos,
@@ -132,7 +132,7 @@ impl Registry {
     }
 }
 
-/// The models that these serve, in order, [`NAMED_MODELS_MAX`] at most.
+/// The models that these instances serve, sorted, at most [`NAMED_MODELS_MAX`].
 fn named<'a>(instances: impl Iterator<Item = &'a RegisteredInstance>) -> Arc<[Arc<str>]> {
     let served = instances.filter_map(|it| it.models()).flat_map(|models| models.iter());
     let served: BTreeSet<&Arc<str>> = served.collect();

@@ -1,9 +1,9 @@
-//! Which places of the table an instance may have: none of those that are left for others.
+//! Places of the table that a new instance may have, so that some are left for others.
 //!
-//! Of one address no more instances register than are left for others, so that there is always room
-//! for another address. Where instances can sign, [`RouterConfig::signed_min`] places are kept for
-//! those that do, and one that signs takes the place of one that does not if the table is full: what
-//! anybody can say keeps out nobody that knows the secret.
+//! One address cannot register more instances than places are left, so that there is always room
+//! for another address. If instances can sign, [`RouterConfig::signed_min`] places are reserved for
+//! those that do. If the table is full, a signed instance takes the place of an unsigned one:
+//! unsigned registrations, which anybody can send, keep out no instance that knows the secret.
 
 use super::{InstanceId, RegisteredInstance, Registry, RejectReason, RouterConfig};
 use crate::source::PeerSource;
@@ -13,10 +13,10 @@ use std::collections::BTreeMap;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NewPlace<'a> {
     pub(super) signed: bool,
-    /// True if the operator named it.
+    /// True if the operator named it (a static instance).
     pub(super) is_static: bool,
     pub(super) source: Option<PeerSource>,
-    /// Instances whose places it takes in any case.
+    /// Instances that it replaces in any case.
     pub(super) replaced: &'a [InstanceId],
 }
 
@@ -28,7 +28,7 @@ impl RegisteredInstance {
 }
 
 impl Registry {
-    /// The instance that has to leave for a new one, if one has to.
+    /// Returns the instance that has to leave for a new one, if any.
     ///
     /// # Errors
     /// There is no place for the new one.
@@ -61,7 +61,7 @@ impl Registry {
         Ok((live >= max).then(|| self.oldest_of_most(new.replaced)).flatten())
     }
 
-    /// Of the address with the most instances that anybody could have registered, the oldest one.
+    /// Returns the oldest unsigned instance of the address that has most of them.
     fn oldest_of_most(&self, replaced: &[InstanceId]) -> Option<InstanceId> {
         let mut by_source: BTreeMap<Option<PeerSource>, (usize, InstanceId)> = BTreeMap::new();
         let there =

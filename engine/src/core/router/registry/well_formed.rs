@@ -39,10 +39,10 @@ pub(super) fn check(registration: &Registration, dialects: Dialects) -> Result<(
     Ok(())
 }
 
-/// Schemes that an endpoint may have: none, or what instances and simulations say.
+/// Schemes that an endpoint may have: none, or those that instances and simulations use.
 const SCHEMES: [&str; 3] = ["tcp://", "http://", "sim://"];
 
-/// True for a host and perhaps a port, after a scheme or none.
+/// True for a host with an optional scheme and an optional port.
 pub(super) fn is_endpoint(text: &str) -> bool {
     let bare = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)).unwrap_or(text);
     text.len() <= TEXT_MAX && authority::split(bare).is_some()

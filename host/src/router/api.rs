@@ -250,7 +250,7 @@ impl GenerationRequest {
 /// Edits of the `sampling_params` of a prefill leg.
 static ONE_SAMPLED: [(&str, FieldEdit); 2] = [("max_tokens", put(b"1")), ("min_tokens", put(b"1"))];
 
-/// Longest beginning of a model's name that is kept, in bytes: more than of any model that an
+/// Longest beginning of a model's name that is kept, in characters: more than of any model that an
 /// instance serves, so that a longer name is none of these.
 const MODEL_KEPT: usize = 1024;
 
@@ -258,8 +258,8 @@ const MODEL_KEPT: usize = 1024;
 /// instance, which refuses it.
 pub(crate) fn model_name(fields: &JsonFields) -> Option<String> {
     let name = fields.get("model").and_then(lax::string)?;
-    let kept = &name[..name.floor_char_boundary(MODEL_KEPT)];
-    (!kept.is_empty()).then(|| kept.to_owned())
+    let kept: String = name.chars().take(MODEL_KEPT).collect();
+    (!kept.is_empty()).then_some(kept)
 }
 
 /// The object that the body of a passed request is, without the client's `kv_transfer_params`, and
@@ -445,7 +445,7 @@ mod tests {
         assert_eq!(name("\"m\""), Some("m".to_owned()));
         assert_eq!((name("\"\""), name("null"), name("3")), (None, None, None));
         let long = name(&format!("\"{}\"", "\u{e4}".repeat(MODEL_KEPT))).unwrap();
-        assert_eq!(long.len(), MODEL_KEPT);
+        assert_eq!(long.chars().count(), MODEL_KEPT);
     }
 
     #[test]

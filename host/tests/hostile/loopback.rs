@@ -5,7 +5,7 @@ use crate::sidecar_process::SidecarProcess;
 
 #[test]
 fn instances_and_hosts_at_loopback_refuse_other_names_and_pages() {
-    let instance = ServeProcess::serve(&["--role", "prefill"]);
+    let instance = ServeProcess::serve(&["--role", "prefill", "--mode", "push"]);
     let (_host, metrics) = SidecarProcess::with_metrics("loopback", &[]);
     for (at, path) in [(instance.text("http"), "/health"), (&metrics.to_string(), "/metrics")] {
         for (headers, status) in [

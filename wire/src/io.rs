@@ -92,7 +92,7 @@ pub(crate) struct ZmqIoThread {
     wake_pending: Arc<AtomicBool>,
     commands: Receiver<ZmqCommand>,
     pub(crate) inbox: Arc<ZmqEventQueue>,
-    /// What a message costs at most until its link is admitted, but on links of notifications.
+    /// Largest cost of a message until its link is admitted, except on links of notifications.
     unproven_max: usize,
     listeners: Vec<ZmqListener>,
     /// By numbers that are never used again, so that those before are older.

@@ -28,7 +28,7 @@ pub struct WireConfig {
     pub ports: BTreeMap<LinkKind, u16>,
     /// A connection, and then the answer to a greeting, that takes longer has failed.
     pub dial: Duration,
-    /// What a message costs at most until [`ControlPlane::admit`] of its link, in bytes and 64 for each
+    /// Largest cost of a message until [`ControlPlane::admit`] of its link, in bytes plus 64 for each
     /// part; [`zmtp::MESSAGE_MAX`](crate::zmtp::MESSAGE_MAX) from then on. On links of notifications at
     /// least [`zmtp::NOTIFY_MAX`](crate::zmtp::NOTIFY_MAX) from the first.
     pub unproven_max: usize,

@@ -9,7 +9,7 @@
 //!    frames, each sealed      <---------->
 //! ```
 //!
-//! What MoRIIO peers say goes by as it is: they have no secret. Messages of a link on which nothing was
+//! Messages of MoRIIO peers pass unchanged: they have no secret. Messages of a link on which nothing was
 //! proven are short ([`UNPROVEN_MAX`], and [`NOTIFY_MAX`](crate::zmtp::NOTIFY_MAX) for notifications): what
 //! strangers say costs little.
 

@@ -127,7 +127,7 @@ async fn request_id_with_addresses_in_a_body_reaches_no_instance() {
     }
 }
 
-/// What a prefill answers that had a token of the prompt cached.
+/// Answer of a prefill that had a token of the prompt cached.
 fn with_cached(role: Role) -> Value {
     let details = json!({"cached_tokens": if role == Role::Prefill { 1 } else { 3 }});
     json!({"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4,

@@ -314,7 +314,8 @@ pub enum PrefillHook {
     /// A step was scheduled (`build_connector_meta`). Lists only requests that have a leg.
     Scheduled { step: StepId, chunks: Vec<Chunk> },
     /// A request with a leg ended (`request_finished_all_groups`). Its blocks stay allocated until
-    /// [`PrefillAnswer::SourceFree`], whatever the reason.
+    /// [`PrefillAnswer::SourceFree`], whatever the reason. Once more, with [`FinishReason::Aborted`]:
+    /// nobody new comes for its KV.
     Finished { request: RequestId, reason: FinishReason },
     /// The scheduler wants the blocks of an unfinished request (`handle_preemptions`); they must
     /// not be reused before [`PrefillAnswer::PreemptionSafe`]. It will be scheduled again from

@@ -176,8 +176,8 @@ impl CausedFailures {
         });
     }
 
-    /// A prefill lets go of a prompt. Says whether that is because the router told it that nobody
-    /// fetches it any more: a client that leaves does that, which is no fault.
+    /// A prefill lets go of a prompt. Says whether that is because the router or its engine told it
+    /// that nobody fetches it any more: a client that leaves does that, which is no fault.
     fn freed(&mut self, now: CheckContext<'_>, who: SimProcessId, answer: &PrefillAnswer) -> bool {
         let PrefillAnswer::SourceFree { request, failure: Some(Failure::NotFetched) } = answer
         else {
@@ -185,7 +185,7 @@ impl CausedFailures {
         };
         let Some(prompt) = now.state.prompt(who, request) else { return false };
         // A prompt that is dispatched twice has two requests and one key.
-        let abandoned = self.abandoned.contains(&(who, prompt.key.clone()));
+        let abandoned = prompt.is_given_up || self.abandoned.contains(&(who, prompt.key.clone()));
         let Some(finished) = prompt.finished else { return abandoned };
         if !abandoned && now.at < finished + self.leases[usize::from(who.instance)] {
             let (name, waited) = (now.name(who.instance), now.at - finished);

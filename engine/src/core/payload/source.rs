@@ -488,6 +488,11 @@ impl PayloadCore {
         let Some(loan) = self.source.loans.get_mut(&number) else { return };
         if loan.got.is_none() {
             loan.got = Some(got);
+            if !got && loan.is_pulled && !planted!("what-nobody-pulls-waits-for-its-lease") {
+                // The host does not come for it, and others wait for it or for its place.
+                let (request, reason) = (request_of(number), FinishReason::Aborted);
+                turn.push(PrefillHook::Finished { request, reason });
+            }
             self.source.open.remove(&(loan.place.clone(), loan.host));
             self.settle_loan(number, turn);
         }

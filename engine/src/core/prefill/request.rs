@@ -190,8 +190,11 @@ impl Prefill {
         turn: &mut PrefillTurn<'_>,
     ) {
         let Some(request) = self.requests.get_mut(&id) else { return };
-        request.finished = Some(reason);
         let key = request.key.clone();
+        if request.computed() && reason == FinishReason::Aborted {
+            return self.abandoned(&key, turn);
+        }
+        request.finished = Some(reason);
         if request.spare {
             return self.free(&id, None, turn);
         }

@@ -132,6 +132,21 @@ fn a_core_at_its_limit_refuses_nothing_for_good() {
 }
 
 #[test]
+fn what_was_offered_to_a_host_that_left_is_there_for_others() {
+    let mut bench = HostBench::new(3, 16);
+    // So that the host is met before.
+    bench.want_from(1, chunk(1), 0);
+    bench.pass(50);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want_from(1, chunk(0), 0);
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    bench.want_from(2, chunk(0), 0);
+    // Less than the lease of what was offered.
+    bench.pass(1_000);
+    assert_eq!(bench.arrived().0, 2);
+}
+
+#[test]
 fn two_hosts_that_wait_for_each_other_learn_it() {
     let room = Nanos::from_secs(20);
     let config = PayloadConfig { hold: Nanos::ZERO, room, ..pool_of(8) };

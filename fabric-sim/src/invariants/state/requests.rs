@@ -85,6 +85,8 @@ pub(crate) struct TrackedPrompt {
     pub(crate) mode: Mode,
     /// When it was computed, or ended otherwise.
     pub(crate) finished: Option<Nanos>,
+    /// Its engine said after that that nobody comes for it any more.
+    pub(crate) is_given_up: bool,
 }
 
 /// A request at the process that took it in.
@@ -119,12 +121,13 @@ impl TrackedRequests {
             Observation::PrefillHook { who, hook } => match hook {
                 PrefillHook::Arrived { request, leg, .. } => {
                     let (key, mode) = (leg.key.clone(), leg.mode);
-                    let prompt = TrackedPrompt { key, mode, finished: None };
+                    let prompt = TrackedPrompt { key, mode, finished: None, is_given_up: false };
                     self.prompts.insert((*who, request.clone()), prompt);
                 }
                 PrefillHook::Finished { request, .. } => {
                     if let Some(prompt) = self.prompts.get_mut(&(*who, request.clone())) {
-                        prompt.finished = Some(now);
+                        prompt.is_given_up = prompt.finished.is_some();
+                        prompt.finished.get_or_insert(now);
                     }
                 }
                 PrefillHook::Scheduled { .. } | PrefillHook::Preempted { .. } => {}

@@ -10,6 +10,7 @@ mod cli;
 mod doctor;
 mod health;
 pub mod instance;
+mod needle;
 mod process;
 mod router;
 mod secret;

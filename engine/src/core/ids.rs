@@ -269,6 +269,16 @@ impl RankSet {
     }
 }
 
+/// Appends a number as 32 hexadecimal digits, as `{:032x}` writes it, in less time.
+pub fn push_hex(out: &mut String, number: u128) {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let mut text = [0; 32];
+    for (pair, byte) in text.as_chunks_mut::<2>().0.iter_mut().zip(number.to_be_bytes()) {
+        *pair = [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]];
+    }
+    out.push_str(std::str::from_utf8(&text).expect("digits are text"));
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -287,5 +297,14 @@ mod tests {
         assert_eq!(incarnation(u64::MAX, None), Incarnation::LATEST.0);
         let last = Incarnation::LATEST;
         assert!(Incarnation::begin(u64::MAX, Some(last)) > last);
+    }
+
+    #[test]
+    fn numbers_have_32_digits_in_hex() {
+        for number in [0, 0xa5, u128::MAX, u128::MAX / 0x1f] {
+            let mut text = String::from("x");
+            push_hex(&mut text, number);
+            assert_eq!(text, format!("x{number:032x}"));
+        }
     }
 }

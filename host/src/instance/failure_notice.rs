@@ -2,9 +2,9 @@
 //! handed over, and why. It is the key `failed` of an object `kvferry`, which is in the answer, in
 //! its `kv_transfer_params` (all that a connector of vLLM can add to), or in its error object.
 
+use crate::needle::Needle;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::EngineId;
-use memchr::memmem;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
@@ -93,8 +93,10 @@ fn read<'a, T: Deserialize<'a>>(value: &'a RawValue) -> Option<T> {
 /// like; what cannot be read is as if it were not there.
 pub(crate) fn find_failure(body: &[u8]) -> Option<ReportedFailure> {
     // Most answers have none, and nearly all do not fail.
-    memmem::find(body, b"\"kvferry\"")?;
-    memmem::find(body, b"\"failed\"")?;
+    static KEYS: [Needle; 2] = [Needle::new("\"kvferry\""), Needle::new("\"failed\"")];
+    if !KEYS.iter().all(|key| key.is_in(body)) {
+        return None;
+    }
     let AnswerExtras { kvferry, kv_transfer_params, error } = serde_json::from_slice(body).ok()?;
     let found = [kvferry, kv_transfer_params.and_then(inner), error.and_then(inner)];
     found.into_iter().flatten().find_map(failure_in)

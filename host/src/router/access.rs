@@ -146,6 +146,12 @@ impl AccessRules {
         if !self.is_loopback || self.is_tls {
             return None;
         }
+        // Nearly all clients ask so, and nothing needs to be parsed.
+        if uri.authority().is_none()
+            && headers.get(HOST).is_some_and(|host| is_usual(host.as_bytes()))
+        {
+            return None;
+        }
         let named = headers.get(HOST).map(|host| host.to_str().ok().and_then(authority));
         let by_uri = uri.authority().cloned().map(Some);
         let is_wrong = |host: &Option<Authority>| {
@@ -207,6 +213,16 @@ pub(crate) fn check_same_origin(headers: &HeaderMap) -> Result<(), HttpError> {
     let message =
         format!("pages of origin {} change no engines: ask without a browser", shown(origin));
     Err(HttpError::new(StatusCode::FORBIDDEN, &message))
+}
+
+/// True for the usual names of loopback, with or without a port.
+fn is_usual(host: &[u8]) -> bool {
+    let (name, port) = match memchr::memchr(b':', host) {
+        Some(colon) => (&host[..colon], &host[colon + 1..]),
+        None => (host, &b"80"[..]),
+    };
+    let is_port = (1..=5).contains(&port.len()) && port.iter().all(u8::is_ascii_digit);
+    is_port && [&b"127.0.0.1"[..], b"localhost"].contains(&name)
 }
 
 fn shown(value: &HeaderValue) -> String {

@@ -2,7 +2,7 @@
 
 use super::body_chain::BodyChain;
 use super::error::HttpError;
-use super::fields::{FieldEdit, JsonFields, Splices};
+use super::fields::{FieldEdit, JsonFields, Splices, by_key};
 use super::headers::is_usable;
 use super::lax;
 use super::prompts::{PromptRange, check_parts, estimate, prompts};
@@ -212,31 +212,35 @@ impl GenerationRequest {
     pub(crate) fn leg(&self, part: usize, prefill: bool, transfer: Option<Bytes>) -> BodyChain {
         let part = &self.parts[part];
         let mut splices = Splices::default();
-        let mut edits: Vec<(&str, FieldEdit)> = Vec::with_capacity(24);
-        if prefill {
-            edits.extend_from_slice(self.api.one_token());
-        }
-        edits.push(("kv_transfer_params", transfer.map_or(FieldEdit::Drop, FieldEdit::Put)));
-        if self.samples > 1 {
-            edits.extend([("n", put(b"1")), ("best_of", FieldEdit::Drop)]);
-            let seed = self.seed.map(|seed| seed.wrapping_add(i64::from(part.sample)).to_string());
-            edits.extend(seed.map(|seed| ("seed", FieldEdit::Put(seed.into()))));
-        }
-        if let Some(prompt) = &part.prompt {
+        let transfer = transfer.map_or(FieldEdit::Drop, FieldEdit::Put);
+        let seed = self.seed.filter(|_| self.samples > 1);
+        let seed = seed.map(|seed| seed.wrapping_add(i64::from(part.sample)).to_string());
+        let seed = seed.map(|seed| FieldEdit::Put(seed.into()));
+        let prompt = part.prompt.as_ref().map(|prompt| {
             let value = self.fields.text().slice(prompt.value.clone());
-            edits.push((prompt.field, FieldEdit::Put(value)));
-            edits.extend([("prompt", FieldEdit::Drop), ("prompt_embeds", FieldEdit::Drop)]);
+            (prompt.field, FieldEdit::Put(value))
+        });
+        let mut edits: Vec<(&str, &FieldEdit)> = Vec::with_capacity(16);
+        let is_sampled = prefill && self.api == Api::Generate;
+        if prefill {
+            edits.extend(by_key(self.api.one_token()));
         }
-        if prefill && self.api == Api::Generate {
-            match &self.sampling_params {
-                Some(given) => given.edit(&ONE_SAMPLED, &mut splices),
-                None => {
-                    edits.push(("sampling_params", put(b"{\"max_tokens\":1,\"min_tokens\":1}")))
-                }
-            }
+        edits.push(("kv_transfer_params", &transfer));
+        if self.samples > 1 {
+            edits.extend(by_key(&ONE_SAMPLE));
+            edits.extend(seed.iter().map(|seed| ("seed", seed)));
         }
-        let defaults = self.api.defaults().iter();
-        edits.extend(defaults.filter(|(key, _)| !prefill || *key != "stream").cloned());
+        if let Some((field, value)) = &prompt {
+            edits.push((field, value));
+            edits.extend(by_key(&NO_PROMPT));
+        }
+        match &self.sampling_params {
+            Some(given) if is_sampled => given.edit(&ONE_SAMPLED, &mut splices),
+            None if is_sampled => edits.extend(by_key(&ALL_SAMPLED)),
+            _ => {}
+        }
+        let defaults = by_key(self.api.defaults());
+        edits.extend(defaults.filter(|(key, _)| !prefill || *key != "stream"));
         self.fields.edit(&edits, &mut splices);
         splices.chain(self.fields.text())
     }
@@ -246,6 +250,17 @@ impl GenerationRequest {
         self.parts.len() > 1
     }
 }
+
+/// Edits of a leg with one of several samples.
+static ONE_SAMPLE: [(&str, FieldEdit); 2] = [("n", put(b"1")), ("best_of", FieldEdit::Drop)];
+
+/// Edits of a leg with one of several prompts, behind that of its own one.
+static NO_PROMPT: [(&str, FieldEdit); 2] =
+    [("prompt", FieldEdit::Drop), ("prompt_embeds", FieldEdit::Drop)];
+
+/// Edit of a prefill leg without `sampling_params`.
+static ALL_SAMPLED: [(&str, FieldEdit); 1] =
+    [("sampling_params", put(b"{\"max_tokens\":1,\"min_tokens\":1}"))];
 
 /// Edits of the `sampling_params` of a prefill leg.
 static ONE_SAMPLED: [(&str, FieldEdit); 2] = [("max_tokens", put(b"1")), ("min_tokens", put(b"1"))];
@@ -281,7 +296,7 @@ fn cleaned(api: Api, fields: JsonFields) -> Result<JsonFields, HttpError> {
     let mut splices = Splices::default();
     clean_members(&fields, &[], &mut splices)?;
     if let Some(params) = sampling_params(api, &fields)? {
-        params.edit(&[], &mut splices);
+        params.edit::<FieldEdit>(&[], &mut splices);
         drop_transfer(&params, "extra_args", "sampling_params.extra_args", &mut splices)?;
     }
     spliced(fields, splices)

@@ -7,6 +7,7 @@ use http_body_util::Full;
 use hyper::body::{Body, Frame, SizeHint};
 use std::collections::VecDeque;
 use std::convert::Infallible;
+use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
@@ -14,7 +15,7 @@ use std::task::{Context, Poll};
 const FRAME_MAX: usize = 64 << 10;
 
 /// Slices shorter than this are copied together.
-const SHARED_MIN: usize = 256;
+pub(super) const SHARED_MIN: usize = 256;
 
 /// A body made of slices, which are sent one after another.
 #[derive(Debug, Default)]
@@ -98,23 +99,52 @@ impl Body for BodyChain {
     }
 }
 
+/// Longest chain that is copied to one slice, which is faster to send than several.
+const COPIED_MAX: usize = 1024;
+
 /// Builder of a chain.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct ChainBuilder {
     chain: BodyChain,
     /// Short slices at the end of the chain.
     short: BytesMut,
+    /// Slices as long as this, or longer, are shared.
+    shared_min: usize,
+}
+
+impl Default for ChainBuilder {
+    fn default() -> ChainBuilder {
+        ChainBuilder { chain: BodyChain::default(), short: BytesMut::new(), shared_min: SHARED_MIN }
+    }
 }
 
 impl ChainBuilder {
+    /// A builder of a chain of at most this many bytes.
+    pub(crate) fn with_capacity(bytes: usize) -> ChainBuilder {
+        let mut builder = ChainBuilder::default();
+        if bytes <= COPIED_MAX {
+            builder.short.reserve(bytes);
+            builder.shared_min = usize::MAX;
+        }
+        builder
+    }
+
     /// Appends a slice, shared if it is long.
     pub(crate) fn push(&mut self, slice: Bytes) {
-        if slice.len() < SHARED_MIN {
+        if slice.len() < self.shared_min {
             return self.short.extend_from_slice(&slice);
         }
         self.flush();
         self.chain.left += slice.len();
         self.chain.slices.push_back(slice);
+    }
+
+    /// Appends a part of a text, shared if it is long.
+    pub(crate) fn push_part(&mut self, text: &Bytes, part: Range<usize>) {
+        if part.len() < self.shared_min {
+            return self.short.extend_from_slice(&text[part]);
+        }
+        self.push(text.slice(part));
     }
 
     fn flush(&mut self) {
@@ -155,6 +185,19 @@ mod tests {
             assert_eq!(chain.size_hint().exact(), Some((whole.len() - sent.len()) as u64));
         }
         assert!(chain.is_end_stream() && whole == sent);
+    }
+
+    #[test]
+    fn short_chains_are_one_slice() {
+        let text = Bytes::from(vec![b'x'; COPIED_MAX]);
+        for (last, slices) in [(COPIED_MAX - 1, 1), (COPIED_MAX, 2)] {
+            let mut builder = ChainBuilder::with_capacity(last + 1);
+            builder.push_part(&text, 0..last);
+            builder.push(Bytes::from_static(b"}"));
+            let chain = builder.finish();
+            assert_eq!((chain.left, chain.slices.len()), (last + 1, slices));
+            assert!(chain.to_bytes().ends_with(b"x}"));
+        }
     }
 
     #[test]

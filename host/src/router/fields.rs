@@ -1,10 +1,10 @@
 //! A JSON object in a text, and edits of it. Its values are ranges of the text. Values without
 //! edits keep their bytes and are not copied.
 
-use super::body_chain::{BodyChain, ChainBuilder};
+use super::body_chain::{BodyChain, ChainBuilder, SHARED_MIN};
 use super::json_scan::{self, JsonError, JsonMember};
-use bytes::Bytes;
-use std::borrow::Cow;
+use bytes::{Bytes, BytesMut};
+use std::borrow::Borrow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -15,6 +15,9 @@ pub(crate) const MEMBERS_MAX: usize = 1024;
 /// Longest key that is kept, in bytes with its escapes. The router reads and edits no key that is as
 /// long: members with a longer one stay as they are, also if their keys come again.
 const KEY_MAX: usize = 256;
+
+/// Most members that are looked at one by one for a key, which is faster than a table for so few.
+const SCANNED_MAX: usize = 32;
 
 /// Error of a text that is not an object the router can edit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +55,7 @@ pub(crate) struct JsonFields {
     /// Range of the object in the text.
     range: Range<usize>,
     members: Vec<MemberRanges>,
+    /// The last member of each key; empty if there are at most [`SCANNED_MAX`] members.
     by_key: HashMap<Box<[u8]>, usize>,
     /// Offset of the closing bracket.
     close: usize,
@@ -59,11 +63,49 @@ pub(crate) struct JsonFields {
 
 #[derive(Clone, Debug)]
 struct MemberRanges {
+    key: MemberKey,
+    /// Mark of the key.
+    mark: u32,
     /// Offset of the opening quote of the key.
     start: usize,
     value: Range<usize>,
     /// A later member has the same key.
     is_superseded: bool,
+}
+
+#[derive(Clone, Debug)]
+enum MemberKey {
+    /// Its bytes in the text.
+    Plain(Range<usize>),
+    /// Without its escapes.
+    Unescaped(Box<[u8]>),
+    /// Longer than [`KEY_MAX`].
+    Long,
+}
+
+impl MemberKey {
+    fn of(text: &[u8], key: Range<usize>, is_escaped: bool) -> MemberKey {
+        match is_escaped {
+            _ if key.len() > KEY_MAX => MemberKey::Long,
+            true => MemberKey::Unescaped(unescaped(&text[key])),
+            false => MemberKey::Plain(key),
+        }
+    }
+
+    /// The bytes of the key, unless it is too long.
+    fn bytes<'a>(&'a self, text: &'a [u8]) -> Option<&'a [u8]> {
+        match self {
+            MemberKey::Plain(range) => Some(&text[range.clone()]),
+            MemberKey::Unescaped(key) => Some(key),
+            MemberKey::Long => None,
+        }
+    }
+}
+
+/// A number by which nearly all keys differ, so that few are compared.
+fn mark(key: &[u8]) -> u32 {
+    let [first, last] = [key.first(), key.last()].map(|end| u32::from(*end.unwrap_or(&0)));
+    (first << 8 | last) << 16 | key.len() as u32
 }
 
 /// An edit of the member under a key.
@@ -95,26 +137,52 @@ impl JsonFields {
     /// # Errors
     /// A text that is not one JSON object, or has too many members.
     pub(crate) fn within(text: Bytes, range: Range<usize>) -> Result<JsonFields, FieldsError> {
-        let (mut members, mut by_key) = (Vec::<MemberRanges>::with_capacity(16), HashMap::new());
-        let close = json_scan::members(&text, range.clone(), |JsonMember { key, value }| {
-            if members.len() == MEMBERS_MAX {
-                return Err(FieldsError::Members);
-            }
-            let start = key.start - 1;
-            if key.len() <= KEY_MAX {
-                let before = by_key.insert(unescaped(&text[key]).into(), members.len());
-                if let Some(before) = before {
-                    members[before].is_superseded = true;
+        let mut members = Vec::<MemberRanges>::with_capacity(16);
+        let close =
+            json_scan::members(&text, range.clone(), |JsonMember { key, is_escaped, value }| {
+                if members.len() == MEMBERS_MAX {
+                    return Err(FieldsError::Members);
                 }
+                let start = key.start - 1;
+                let key = MemberKey::of(&text, key, is_escaped);
+                let mark = mark(key.bytes(&text).unwrap_or_default());
+                members.push(MemberRanges { key, mark, start, value, is_superseded: false });
+                Ok(())
+            })?;
+        let by_key = HashMap::new();
+        let mut fields = JsonFields { text, range, members, by_key, close };
+        fields.index();
+        Ok(fields)
+    }
+
+    /// Finds members whose keys come again: few by looking at all, many by a table.
+    fn index(&mut self) {
+        let JsonFields { text, members, by_key, .. } = self;
+        let is_scanned = members.len() <= SCANNED_MAX;
+        for at in 0..members.len() {
+            let (known, rest) = members.split_at_mut(at);
+            let Some(key) = rest[0].key.bytes(text) else { continue };
+            let before = match is_scanned {
+                true => position(known, text, (rest[0].mark, key)),
+                false => by_key.insert(key.into(), at),
+            };
+            if let Some(before) = before {
+                known[before].is_superseded = true;
             }
-            members.push(MemberRanges { start, value, is_superseded: false });
-            Ok(())
-        })?;
-        Ok(JsonFields { text, range, members, by_key, close })
+        }
+    }
+
+    /// Index of the last member with a key.
+    fn position(&self, key: &str) -> Option<usize> {
+        let key = key.as_bytes();
+        if self.members.len() > SCANNED_MAX {
+            return self.by_key.get(key).copied();
+        }
+        position(&self.members, &self.text, (mark(key), key))
     }
 
     fn member(&self, key: &str) -> Option<&MemberRanges> {
-        self.by_key.get(key.as_bytes()).map(|at| &self.members[*at])
+        self.position(key).map(|at| &self.members[at])
     }
 
     /// The value under a key, as JSON; none also if it is null.
@@ -155,37 +223,58 @@ impl JsonFields {
 
     /// The object with the changes within it, without the text around it.
     pub(crate) fn spliced(&self, splices: Splices) -> Bytes {
-        let mut out = ChainBuilder::default();
+        let mut out = splices.builder(self.range.len());
         splices.apply(&self.text, self.range.clone(), &mut out);
         out.finish().to_bytes()
     }
 
     /// Adds these edits; the first of several for one key counts. Duplicate members are removed, so
     /// that every parser reads the same value.
-    pub(crate) fn edit(&self, edits: &[(&str, FieldEdit)], splices: &mut Splices) {
+    pub(crate) fn edit<E: Borrow<FieldEdit>>(&self, edits: &[(&str, E)], splices: &mut Splices) {
         let mut dropped: Vec<usize> = Vec::new();
         dropped.extend((0..self.members.len()).filter(|at| self.members[*at].is_superseded));
-        let mut added: Vec<(&str, &Bytes)> = Vec::new();
+        let mut added: Vec<(&str, &Bytes)> = Vec::with_capacity(edits.len());
+        splices.0.reserve(edits.len() + 2);
         for (nth, (key, edit)) in edits.iter().enumerate() {
             if edits[..nth].iter().any(|(before, _)| before == key) {
                 continue;
             }
-            match (edit, self.by_key.get(key.as_bytes())) {
+            match (edit.borrow(), self.position(key)) {
                 (FieldEdit::Put(with) | FieldEdit::Replace(with), Some(at)) => {
-                    splices.replace(self.members[*at].value.clone(), with.clone());
+                    splices.replace(self.members[at].value.clone(), with.clone());
                 }
                 (FieldEdit::Put(with) | FieldEdit::Default(with), None) => added.push((key, with)),
-                (FieldEdit::Drop, Some(at)) => dropped.push(*at),
+                (FieldEdit::Drop, Some(at)) => dropped.push(at),
                 (FieldEdit::Replace(_) | FieldEdit::Drop, None) | (FieldEdit::Default(_), _) => {}
             }
         }
         dropped.sort_unstable();
         let is_empty = self.drop_members(&dropped, splices);
-        for (nth, (key, with)) in added.into_iter().enumerate() {
-            let comma = if nth == 0 && is_empty { "" } else { "," };
-            let key = serde_json::to_string(key).expect("texts are JSON");
-            splices.replace(self.close..self.close, format!("{comma}{key}:").into());
-            splices.replace(self.close..self.close, with.clone());
+        self.add_members(&added, is_empty, splices);
+    }
+
+    /// Adds members behind those that are left; their keys need no escapes.
+    fn add_members(&self, added: &[(&str, &Bytes)], is_empty: bool, splices: &mut Splices) {
+        let end = self.close..self.close;
+        let short = |value: &Bytes| if value.len() < SHARED_MIN { value.len() } else { 0 };
+        let length = added.iter().map(|(key, value)| key.len() + 4 + short(value)).sum();
+        let mut texts = BytesMut::with_capacity(length);
+        for (nth, (key, value)) in added.iter().enumerate() {
+            if nth > 0 || !is_empty {
+                texts.extend_from_slice(b",");
+            }
+            for part in ["\"", key, "\":"] {
+                texts.extend_from_slice(part.as_bytes());
+            }
+            if value.len() < SHARED_MIN {
+                texts.extend_from_slice(value);
+            } else {
+                splices.replace(end.clone(), texts.split().freeze());
+                splices.replace(end.clone(), (*value).clone());
+            }
+        }
+        if !texts.is_empty() {
+            splices.replace(end, texts.freeze());
         }
     }
 
@@ -211,6 +300,19 @@ impl JsonFields {
         }
         kept == 0
     }
+}
+
+/// References to edits, for [`JsonFields::edit`].
+pub(crate) fn by_key<'a>(
+    edits: &'a [(&'static str, FieldEdit)],
+) -> impl Iterator<Item = (&'static str, &'a FieldEdit)> {
+    edits.iter().map(|(key, edit)| (*key, edit))
+}
+
+/// Index of the last of these members with a key, whose mark is given, too.
+fn position(members: &[MemberRanges], text: &[u8], (mark, key): (u32, &[u8])) -> Option<usize> {
+    let has_key = |it: &MemberRanges| it.mark == mark && it.key.bytes(text) == Some(key);
+    members.iter().rposition(has_key)
 }
 
 /// Changes of a text that are applied at once.
@@ -244,26 +346,30 @@ impl Splices {
             if at.start < from || at.end > range.end {
                 continue;
             }
-            out.push(text.slice(from..at.start));
+            out.push_part(text, from..at.start);
             out.push(with);
             from = at.end;
         }
-        out.push(text.slice(from..range.end));
+        out.push_part(text, from..range.end);
+    }
+
+    /// A builder with room for a range of this length and the changes in it.
+    fn builder(&self, length: usize) -> ChainBuilder {
+        ChainBuilder::with_capacity(
+            length + self.0.iter().map(|(_, with)| with.len()).sum::<usize>(),
+        )
     }
 
     /// The text with the changes.
     pub(crate) fn chain(self, text: &Bytes) -> BodyChain {
-        let mut out = ChainBuilder::default();
+        let mut out = self.builder(text.len());
         self.apply(text, 0..text.len(), &mut out);
         out.finish()
     }
 }
 
 /// Decodes the escapes of a key. A key with lone surrogates stays as it is; no edit has such a key.
-fn unescaped(key: &[u8]) -> Cow<'_, [u8]> {
-    if !key.contains(&b'\\') {
-        return key.into();
-    }
+fn unescaped(key: &[u8]) -> Box<[u8]> {
     let quoted = [b"\"", key, b"\""].concat();
     match serde_json::from_slice::<String>(&quoted) {
         Ok(key) => key.into_bytes().into(),
@@ -317,6 +423,11 @@ mod tests {
         String::from_utf8(parsed(text).unwrap().edited(edits).to_vec()).unwrap()
     }
 
+    /// Text of this many members with other keys than those of the tests, each with a comma.
+    fn members(count: usize) -> String {
+        (0..count).map(|nth| format!("\"m{nth}\":0,")).collect()
+    }
+
     fn put(value: &'static str) -> FieldEdit {
         FieldEdit::Put(Bytes::from_static(value.as_bytes()))
     }
@@ -346,14 +457,18 @@ mod tests {
 
     #[test]
     fn of_equal_keys_the_last_counts_and_the_others_are_removed() {
-        let text = r#"{"a":1,"\u0061":2,"b":null,"a":3}"#;
-        let fields = parsed(text).unwrap();
-        assert_eq!(
-            (fields.get("a"), fields.get("b"), fields.get("c")),
-            (Some(&b"3"[..]), None, None)
-        );
-        assert_eq!(edited(text, &[]), r#"{"b":null,"a":3}"#);
-        assert_eq!(edited(text, &[("a", FieldEdit::Drop)]), r#"{"b":null}"#);
+        for more in [0, SCANNED_MAX] {
+            let others = members(more);
+            let text = format!(r#"{{{others}"a":1,"\u0061":2,"b":null,"a":3}}"#);
+            let fields = parsed(&text).unwrap();
+            assert_eq!(
+                (fields.get("a"), fields.get("b"), fields.get("c")),
+                (Some(&b"3"[..]), None, None)
+            );
+            assert_eq!(edited(&text, &[]), format!(r#"{{{others}"b":null,"a":3}}"#));
+            let without = format!(r#"{{{others}"b":null}}"#);
+            assert_eq!(edited(&text, &[("a", FieldEdit::Drop)]), without);
+        }
         assert_eq!(edited(r#"{"a":1,"a":2}"#, &[("a", FieldEdit::Drop)]), "{}");
     }
 
@@ -384,11 +499,14 @@ mod tests {
     #[test]
     fn longer_keys_than_any_that_is_read_are_not_kept() {
         let key = "k".repeat(KEY_MAX + 1);
-        let text = format!("{{\"{key}\":1,\"{key}\":2,\"a\":3}}");
-        assert_eq!(parsed(&text).unwrap().by_key.len(), 1);
-        assert_eq!(edited(&text, &[]), text);
-        let without = format!("{{\"{key}\":1,\"{key}\":2}}");
-        assert_eq!(edited(&text, &[("a", FieldEdit::Drop)]), without);
+        for more in [0, SCANNED_MAX] {
+            let before = members(more) + &format!("\"{key}\":1,\"{key}\":2");
+            let text = format!("{{{before},\"a\":3}}");
+            assert_eq!(parsed(&text).unwrap().by_key.len(), if more == 0 { 0 } else { more + 1 });
+            assert_eq!(edited(&text, &[]), text);
+            let without = format!("{{{before}}}");
+            assert_eq!(edited(&text, &[("a", FieldEdit::Drop)]), without);
+        }
         let escaped: String = "kv_transfer_params".bytes().map(|c| format!("\\u{c:04x}")).collect();
         let text = format!("{{\"{escaped}\":1}}");
         assert_eq!(edited(&text, &[("kv_transfer_params", FieldEdit::Drop)]), "{}");

@@ -96,7 +96,7 @@ impl RequestHandler {
         let place = self.core.reserve().ok_or_else(overload)?;
         let guard = ClientGuard { core: self.core.address().clone(), client };
         self.core.post(SubmitRequest { client, job: job.clone(), prompts, events: sender }, place);
-        let shown = ShownId::new(id.as_str().as_bytes());
+        let shown = ShownId::new(id.header());
         match job.asked.stream {
             true => streamed(&job, events, shown, (guard, span)).await,
             false => whole(&job.asked, events, shown, guard).await,

@@ -5,6 +5,7 @@
 use super::error::HttpError;
 use super::identity::{ROUTER, RouterIdentity};
 use super::leg::REQUEST_ID;
+use crate::needle::Needle;
 use hyper::header::{AUTHORIZATION, CONNECTION, HeaderMap, HeaderName, HeaderValue};
 
 /// Client headers that engines do not get, besides those that `Connection` names.
@@ -42,9 +43,8 @@ const NOT_TO_ENGINES: [&str; 26] = [
     "x-request-id",
 ];
 
-/// Instance headers that clients get, unless `Connection` names them. A name that ends with `*` is
-/// a prefix.
-const TO_CLIENTS: [&str; 20] = [
+/// Instance headers that clients get, unless `Connection` names them.
+const TO_CLIENTS: [&str; 18] = [
     "content-type",
     "content-encoding",
     "content-language",
@@ -61,12 +61,13 @@ const TO_CLIENTS: [&str; 20] = [
     "openai-model",
     "openai-processing-ms",
     "openai-version",
-    "x-ratelimit-*",
     "x-should-retry",
     "request-id",
-    "anthropic-ratelimit-*",
     "anthropic-version",
 ];
+
+/// Beginnings of the names of further headers that clients get.
+const BEGINNINGS_TO_CLIENTS: [&str; 2] = ["x-ratelimit-", "anthropic-ratelimit-"];
 
 /// Header with the API key of Anthropic's client libraries.
 const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
@@ -75,13 +76,20 @@ const API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 const ID_MAX: usize = 256;
 
 /// Header names in `Connection`.
-fn connection_names(headers: &HeaderMap) -> Vec<&str> {
-    let lists = headers.get_all(CONNECTION).into_iter().filter_map(|list| list.to_str().ok());
-    lists.flat_map(|list| list.split(',').map(str::trim)).collect()
-}
+struct ConnectionNames<'a>(Vec<&'a str>);
 
-fn names(named: &[&str], name: &HeaderName) -> bool {
-    named.iter().any(|it| it.eq_ignore_ascii_case(name.as_str()))
+impl ConnectionNames<'_> {
+    fn of(headers: &HeaderMap) -> ConnectionNames<'_> {
+        let lists = headers.get_all(CONNECTION).into_iter().filter_map(|list| list.to_str().ok());
+        let names = lists.flat_map(|list| list.split(',').map(str::trim));
+        // What every message may say names no header.
+        let others = names.filter(|name| !["close", "keep-alive"].contains(name));
+        ConnectionNames(others.collect())
+    }
+
+    fn has(&self, name: &HeaderName) -> bool {
+        self.0.iter().any(|it| it.eq_ignore_ascii_case(name.as_str()))
+    }
 }
 
 /// Id of a client's request, in the ids of its legs, the log and the answer.
@@ -109,9 +117,8 @@ impl ClientRequestId {
 /// True if engines may get this request id of a client.
 pub(crate) fn is_usable(id: &[u8]) -> bool {
     // Engines dial what they find behind such a mark.
-    let marked = ["_prefill_addr_", "_decode_addr_"]
-        .iter()
-        .any(|mark| memchr::memmem::find(id, mark.as_bytes()).is_some());
+    static MARKS: [Needle; 2] = [Needle::new("_prefill_addr_"), Needle::new("_decode_addr_")];
+    let marked = MARKS.iter().any(|mark| mark.is_in(id));
     (1..=ID_MAX).contains(&id.len()) && id.iter().all(u8::is_ascii_graphic) && !marked
 }
 
@@ -135,9 +142,9 @@ pub(crate) fn to_engine(
 ) -> Result<HeaderMap, HttpError> {
     let mut headers = HeaderMap::with_capacity(client.len() + 8);
     headers.insert(ROUTER, router.appended(client)?);
-    let named = connection_names(client);
+    let named = ConnectionNames::of(client);
     for (name, value) in client {
-        if !NOT_TO_ENGINES.contains(&name.as_str()) && !names(&named, name) {
+        if !NOT_TO_ENGINES.contains(&name.as_str()) && !named.has(name) {
             headers.append(name, value.clone());
         }
     }
@@ -154,9 +161,9 @@ pub(crate) fn to_engine(
 /// Headers of an instance's answer that a client gets.
 pub(crate) fn to_client(instance: &HeaderMap) -> HeaderMap {
     let mut headers = HeaderMap::with_capacity(8);
-    let named = connection_names(instance);
+    let named = ConnectionNames::of(instance);
     for (name, value) in instance {
-        if passes_to_clients(name.as_str()) && !names(&named, name) {
+        if passes_to_clients(name.as_str()) && !named.has(name) {
             headers.append(name, value.clone());
         }
     }
@@ -164,10 +171,8 @@ pub(crate) fn to_client(instance: &HeaderMap) -> HeaderMap {
 }
 
 fn passes_to_clients(name: &str) -> bool {
-    TO_CLIENTS.iter().any(|it| match it.strip_suffix('*') {
-        Some(begin) => name.starts_with(begin),
-        None => *it == name,
-    })
+    let begins = |beginning: &&str| name.starts_with(*beginning);
+    TO_CLIENTS.contains(&name) || BEGINNINGS_TO_CLIENTS.iter().any(begins)
 }
 
 #[cfg(test)]
@@ -256,6 +261,9 @@ mod tests {
             list
         };
         assert_eq!(documented("- Not to engines:"), listed(&NOT_TO_ENGINES));
-        assert_eq!(documented("- To clients:"), listed(&TO_CLIENTS));
+        let beginnings = BEGINNINGS_TO_CLIENTS.map(|beginning| format!("{beginning}*"));
+        let mut to_clients = [&listed(&TO_CLIENTS)[..], &beginnings].concat();
+        to_clients.sort();
+        assert_eq!(documented("- To clients:"), to_clients);
     }
 }

@@ -4,7 +4,7 @@
 use super::args::HttpSettings;
 use super::error::HttpError;
 use super::in_flight::{ClientState, InFlightLeg, PartState};
-use super::leg::{self, HttpLegRequest, LegError, LegResult, ResponseHead, StreamBeginning};
+use super::leg::{self, LegError, LegResult, MadeLeg, ResponseHead, StreamBeginning};
 use super::load::LoadCalls;
 use super::memory_budget::ChargedBytes;
 use super::merge::{self, PartFacts};
@@ -158,13 +158,14 @@ impl HttpAdapter {
         }
         let core = self.core.clone();
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
-        let task = actix::spawn(async move {
+        // In a box, as it is moved several times until it runs.
+        let task = actix::spawn(Box::pin(async move {
             let news = match order {
                 Ok(order) => leg::run(pool, order, limits).await,
                 Err(why) => LegResult::Failed(LegError::invalid_answer(&why)),
             };
             core.do_send(LegMessage(leg, news));
-        });
+        }));
         let running = InFlightLeg {
             client,
             part,
@@ -191,7 +192,7 @@ impl HttpAdapter {
         (engine, http): (&EngineId, &Endpoint),
         pair: &InstancePair,
         body: &LegBody,
-    ) -> Option<(Result<HttpLegRequest, String>, Option<OpenSpan>)> {
+    ) -> Option<(MadeLeg, Option<OpenSpan>)> {
         let client = self.clients.get_mut(&client)?;
         let (key, _) = transfer_of(body);
         let state = &mut client.parts[part];

@@ -30,7 +30,7 @@ pub(crate) struct RouterIdentity {
 
 impl RouterIdentity {
     pub(crate) fn random() -> RouterIdentity {
-        let text = format!("{:032x}", rand::random::<u128>());
+        let text = format!("{:016x}", rand::random::<u64>());
         let nonce = HeaderValue::try_from(text).expect("letters and digits");
         RouterIdentity { nonce, found: Arc::default() }
     }

@@ -30,6 +30,8 @@ impl fmt::Display for JsonError {
 pub(crate) struct JsonMember {
     /// The key without its quotes, with its escapes.
     pub(crate) key: Range<usize>,
+    /// True if the key has escapes.
+    pub(crate) is_escaped: bool,
     pub(crate) value: Range<usize>,
 }
 
@@ -50,10 +52,10 @@ pub(crate) fn members<E: From<JsonError>>(
     let mut close = scanner.at;
     if !scanner.take(b'}') {
         loop {
-            let key = scanner.key()?;
+            let (key, is_escaped) = scanner.key()?;
             let start = scanner.at;
             scanner.value()?;
-            visit(JsonMember { key, value: start..scanner.at })?;
+            visit(JsonMember { key, is_escaped, value: start..scanner.at })?;
             scanner.space();
             close = scanner.at;
             if scanner.take(b'}') {
@@ -155,20 +157,23 @@ impl JsonScanner<'_> {
         if self.at == self.text.len() { Ok(()) } else { Err(self.fault("unexpected data")) }
     }
 
-    /// Skips a key and its colon; returns the range between the quotes.
-    fn key(&mut self) -> Result<Range<usize>, JsonError> {
+    /// Skips a key and its colon; returns the range between the quotes, and whether it has escapes.
+    fn key(&mut self) -> Result<(Range<usize>, bool), JsonError> {
         let start = self.at + 1;
         self.expect(b'"', "expected a key in double quotes")?;
-        self.string()?;
+        let is_escaped = self.string()?;
         let key = start..self.at - 1;
         self.space();
         self.expect(b':', "expected `:`")?;
         self.space();
-        Ok(key)
+        Ok((key, is_escaped))
     }
 
     /// Skips a value.
     fn value(&mut self) -> Result<(), JsonError> {
+        if !matches!(self.peek(), Some(b'{' | b'[')) {
+            return self.scalar();
+        }
         let mut open = OpenBrackets::default();
         loop {
             if self.begin(&mut open)? {
@@ -220,7 +225,7 @@ impl JsonScanner<'_> {
         match self.peek() {
             Some(b'"') => {
                 self.at += 1;
-                self.string()
+                self.string().map(|_| ())
             }
             Some(b'-' | b'0'..=b'9') => self.number(),
             Some(b't') => self.word(b"true"),
@@ -265,24 +270,21 @@ impl JsonScanner<'_> {
         Ok(())
     }
 
-    /// Skips the rest of a string, up to and with its closing quote.
-    fn string(&mut self) -> Result<(), JsonError> {
+    /// Skips the rest of a string, up to and with its closing quote; true if it has escapes.
+    fn string(&mut self) -> Result<bool, JsonError> {
+        let mut is_escaped = false;
         loop {
-            let rest = &self.text[self.at..];
-            let stop = memchr2(b'"', b'\\', rest).unwrap_or(rest.len());
-            if rest[..stop].iter().any(|byte| *byte < 0x20) {
-                self.at += rest.iter().position(|byte| *byte < 0x20).unwrap_or(stop);
-                return Err(self.fault("control character in a string"));
-            }
-            self.at += stop;
+            self.at += plain_bytes(&self.text[self.at..]);
             match self.peek() {
                 Some(b'"') => {
                     self.at += 1;
-                    return Ok(());
+                    return Ok(is_escaped);
                 }
-                Some(_) => self.escape()?,
+                Some(b'\\') => self.escape()?,
+                Some(_) => return Err(self.fault("control character in a string")),
                 None => return Err(self.fault("string without end")),
             }
+            is_escaped = true;
         }
     }
 
@@ -303,6 +305,35 @@ impl JsonScanner<'_> {
     }
 }
 
+/// Bytes of a string that are searched in words; what is longer is searched by vectors.
+const WORDS_MAX: usize = 64;
+
+/// Number of bytes before the first quote, backslash or control character.
+fn plain_bytes(text: &[u8]) -> usize {
+    const ONES: u64 = u64::MAX / 0xff;
+    // A byte that is zero, or the first one that is below what is subtracted, has its high bit set.
+    let below = |word: u64, least: u8| word.wrapping_sub(ONES * u64::from(least)) & !word;
+    let is_special = |byte: &u8| matches!(byte, b'"' | b'\\' | ..0x20);
+    let (words, last) = text[..text.len().min(WORDS_MAX)].as_chunks::<8>();
+    for (nth, word) in words.iter().enumerate() {
+        let word = u64::from_le_bytes(*word);
+        let is = |byte: u8| below(word ^ (ONES * u64::from(byte)), 1);
+        let special = (below(word, 0x20) | is(b'"') | is(b'\\')) & (ONES << 7);
+        if special != 0 {
+            return nth * 8 + special.trailing_zeros() as usize / 8;
+        }
+    }
+    if let Some(at) = last.iter().position(is_special) {
+        return words.len() * 8 + at;
+    }
+    let Some(rest) = text.get(WORDS_MAX..) else { return text.len() };
+    let stop = memchr2(b'"', b'\\', rest).unwrap_or(rest.len());
+    // Looking at all of them is faster than ending at the first one.
+    let has_control = rest[..stop].iter().fold(false, |has, byte| has | (*byte < 0x20));
+    let control = if has_control { rest.iter().position(is_special) } else { None };
+    WORDS_MAX + control.unwrap_or(stop)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -311,12 +342,28 @@ mod tests {
 
     fn scan(text: &str) -> Result<Vec<(String, String)>, JsonError> {
         let mut found = Vec::new();
-        members(text.as_bytes(), 0..text.len(), |JsonMember { key, value }| {
+        members(text.as_bytes(), 0..text.len(), |JsonMember { key, value, .. }| {
             found.push((text[key].to_owned(), text[value].to_owned()));
             Ok(())
         })
         .map(|close| assert_eq!(text.as_bytes()[close], b'}'))
         .map(|()| found)
+    }
+
+    proptest! {
+        #[test]
+        fn plain_bytes_end_at_the_first_special_one(
+            plain in prop::collection::vec(prop_oneof![Just(0x20u8), Just(0x7f), 0x23..=0x5bu8, 0x80..=0xffu8], 0..200),
+            special in prop::option::of(prop_oneof![Just(b'"'), Just(b'\\'), ..0x20u8]),
+            after in prop::collection::vec(any::<u8>(), 0..20),
+        ) {
+            let mut text = plain.clone();
+            if let Some(special) = special {
+                text.push(special);
+                text.extend(after);
+            }
+            prop_assert_eq!(plain_bytes(&text), plain.len());
+        }
     }
 
     /// Texts with the verdict of Python 3.11's `json.loads`.

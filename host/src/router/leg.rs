@@ -8,6 +8,7 @@ use super::pool::{ConnectionPool, PooledBody, chain};
 use super::retry_after::retry_after;
 use super::sse;
 use crate::instance::{ReportedFailure, find_failure};
+use crate::needle::Needle;
 use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Body as _;
@@ -114,10 +115,13 @@ pub(crate) struct HttpLegRequest {
     pub(crate) stream: bool,
 }
 
+/// The request of a leg, or why there is none.
+pub(crate) type MadeLeg = Result<Box<HttpLegRequest>, String>;
+
 /// Sends a leg and waits for its answer, or for the first bytes of a stream; charges both.
 pub(crate) async fn run(
     pool: ConnectionPool,
-    order: HttpLegRequest,
+    order: Box<HttpLegRequest>,
     limits: HttpLimits,
 ) -> LegResult {
     let (to, inner_id) = (order.to.clone(), order.inner_id.clone());
@@ -161,10 +165,10 @@ impl From<MemoryRefusal> for ExchangeError {
 
 async fn exchange(
     pool: ConnectionPool,
-    order: HttpLegRequest,
+    order: Box<HttpLegRequest>,
     limits: HttpLimits,
 ) -> Result<LegResult, ExchangeError> {
-    let HttpLegRequest { to, path, headers, body, stream, mut memory, inner_id: _ } = order;
+    let HttpLegRequest { to, path, headers, body, stream, mut memory, inner_id: _ } = *order;
     let mut request = Request::new(body);
     *request.method_mut() = Method::POST;
     *request.uri_mut() = PathAndQuery::from_static(path).into();
@@ -277,7 +281,8 @@ impl StreamHead {
             code: Option<u16>,
         }
         let data = &self.bytes[self.data.clone()?];
-        memmem::find(data, b"\"error\"")?;
+        static ERROR: Needle = Needle::new("\"error\"");
+        ERROR.find(data)?;
         let ErrorEvent { error } = serde_json::from_slice(data).ok()?;
         let error = error.filter(|error| error.get() != "null")?;
         let told = serde_json::from_str::<ErrorCode>(error.get()).ok().and_then(|error| error.code);

@@ -137,7 +137,9 @@ impl MemoryCharge {
 
 impl Drop for MemoryCharge {
     fn drop(&mut self) {
-        lock(&self.budget.held).change(self.account, self.bytes, 0);
+        if self.bytes > 0 {
+            lock(&self.budget.held).change(self.account, self.bytes, 0);
+        }
     }
 }
 

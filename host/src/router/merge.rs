@@ -6,11 +6,14 @@ use super::fields::{FieldEdit, JsonFields, Splices, elements};
 use super::lax;
 use super::memory_budget::{ChargedBytes, MemoryCharge};
 use super::sse::{SseDecoder, data_range};
+use crate::needle::Needle;
 use bytes::Bytes;
+use hyper::header::HeaderValue;
+use kvferry_engine::core::dialect::moriio::address::PREFILL_MARK;
 use memchr::memmem;
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Most choices of an answer that is merged with others.
 const CHOICES_MAX: usize = 4096;
@@ -33,23 +36,36 @@ pub(crate) struct PartAnswer {
     pub(crate) facts: PartFacts,
 }
 
-/// Id of a request in the form that its client sees, escaped for a JSON string.
+/// Id of a request in the form that its client sees.
 #[derive(Clone, Debug)]
-pub(crate) struct ShownId(Bytes);
+pub(crate) struct ShownId {
+    id: HeaderValue,
+    /// As it stands between quotes, made when it is needed.
+    quoted: OnceLock<Bytes>,
+}
 
 impl ShownId {
     /// Makes it of any bytes; those that are not UTF-8 are replaced.
-    pub(crate) fn new(id: &[u8]) -> ShownId {
-        let quoted = serde_json::to_string(&String::from_utf8_lossy(id)).expect("texts are JSON");
-        let inside = quoted.len() - 1;
-        ShownId(Bytes::from(quoted).slice(1..inside))
+    pub(crate) fn new(id: HeaderValue) -> ShownId {
+        ShownId { id, quoted: OnceLock::new() }
+    }
+
+    fn quoted(&self) -> &Bytes {
+        self.quoted.get_or_init(|| {
+            let quoted = serde_json::to_string(&String::from_utf8_lossy(self.id.as_bytes()));
+            let quoted = quoted.expect("texts are JSON");
+            let inside = quoted.len() - 1;
+            Bytes::from(quoted).slice(1..inside)
+        })
     }
 
     /// Replaces an id that names addresses with this one.
     fn replace(&self, inner: Option<&Arc<str>>, text: &[u8], splices: &mut Splices) {
-        let Some(inner) = inner else { return };
+        // Ids that name addresses begin with it.
+        static MARK: Needle = Needle::new(PREFILL_MARK);
+        let Some(inner) = inner.filter(|_| MARK.is_in(text)) else { return };
         for at in memmem::find_iter(text, inner.as_bytes()) {
-            splices.replace(at..at + inner.len(), self.0.clone());
+            splices.replace(at..at + inner.len(), self.quoted().clone());
         }
     }
 }
@@ -69,7 +85,7 @@ pub(crate) fn whole(answers: Vec<PartAnswer>, shown: &ShownId) -> Result<BodyCha
 /// The only answer; it is passed on even if it is not a JSON object.
 fn single(answer: &PartAnswer, shown: &ShownId) -> BodyChain {
     let (text, mut splices) = (&answer.body.bytes, Splices::default());
-    let is_edited = answer.facts.cached.is_some() || memmem::find(text, TRANSFER_KEY).is_some();
+    let is_edited = answer.facts.cached.is_some() || TRANSFER_KEY.is_in(text);
     if is_edited && let Ok(fields) = JsonFields::parse(text.clone()) {
         edit_facts(&fields, answer.facts.cached, &mut splices);
     }
@@ -128,7 +144,9 @@ fn joined(answers: &[PartAnswer], shown: &ShownId) -> Result<BodyChain, String> 
     Ok(splices.chain(first.text()))
 }
 
-const TRANSFER_KEY: &[u8] = b"\"kv_transfer_params\"";
+static TRANSFER_KEY: Needle = Needle::new("\"kv_transfer_params\"");
+
+static USAGE_KEY: Needle = Needle::new("\"usage\"");
 
 /// Puts the facts into an answer, and removes fields that only engines need.
 fn edit_facts(fields: &JsonFields, cached: Option<u64>, splices: &mut Splices) {
@@ -187,7 +205,8 @@ fn put_cache_read(usage: &JsonFields, cached: Option<u64>, splices: &mut Splices
 /// Prompt tokens that the prefill had cached, from its answer.
 pub(crate) fn cached(body: &Bytes) -> Option<u64> {
     // Most answers say nothing of it.
-    memmem::find(body, b"\"cache")?;
+    static CACHE: Needle = Needle::new("\"cache");
+    CACHE.find(body)?;
     let usage = JsonFields::parse(body.clone()).ok()?.object("usage")?;
     cached_tokens(&usage).map(|(_, cached)| cached).or_else(|| count(&usage, CACHE_READ))
 }
@@ -299,8 +318,8 @@ impl StreamMerger {
             return;
         }
         let is_edited = is_split
-            || facts.cached.is_some() && memmem::find(&event, b"\"usage\"").is_some()
-            || memmem::find(&event, TRANSFER_KEY).is_some();
+            || facts.cached.is_some() && USAGE_KEY.is_in(&event)
+            || TRANSFER_KEY.is_in(&event);
         let fields = data.filter(|_| is_edited);
         let fields = fields.and_then(|data| JsonFields::within(event.clone(), data).ok());
         if let Some(fields) = &fields {
@@ -379,7 +398,7 @@ mod tests {
     }
 
     fn shown() -> ShownId {
-        ShownId::new(b"shown \"1\"")
+        ShownId::new(HeaderValue::from_static("shown \"1\""))
     }
 
     fn merged(answers: Vec<PartAnswer>) -> Result<String, String> {

@@ -11,6 +11,7 @@ use crate::instance::SealedLeg;
 use crate::spans::{PARENT_KEY, traceparent};
 use bytes::Bytes;
 use kvferry_engine::core::dialect::moriio::address::embed;
+use kvferry_engine::core::ids::{RequestId, push_hex};
 use kvferry_engine::core::message::Mode;
 use kvferry_engine::core::router::{InstancePair, LegBody, PairMember};
 use kvferry_trust::FleetProof;
@@ -25,27 +26,33 @@ pub(crate) struct TransferUid(pub(crate) u128);
 
 impl TransferUid {
     pub(crate) fn transfer_id(self) -> String {
-        format!("tx-{:032x}", self.0)
+        let mut id = String::with_capacity(35);
+        id.push_str("tx-");
+        push_hex(&mut id, self.0);
+        id
     }
 
-    /// The request id of both legs: either from the client's request id, or, if the engines find
-    /// each other by it, with the addresses of both.
+    /// The request id of both legs if the engines find each other by it: it has the addresses of
+    /// both.
     ///
     /// # Errors
     /// An address that no instance may have registered with.
-    pub(crate) fn request_id(self, client: &str, pair: &InstancePair) -> Result<String, String> {
+    pub(crate) fn request_id_of(self, pair: &InstancePair) -> Result<Option<RequestId>, String> {
         match (&pair.prefill.zmq, &pair.decode.zmq) {
             (Some(prefill), Some(decode)) if !pair.is_native() => {
-                let id = embed(prefill, decode, self.0).map_err(|why| why.to_string())?;
-                Ok(id.0.as_ref().to_owned())
+                embed(prefill, decode, self.0).map(Some).map_err(|why| why.to_string())
             }
-            _ => Ok(self.request_id_alone(client)),
+            _ => Ok(None),
         }
     }
 
-    /// A request id that names no peer.
-    pub(crate) fn request_id_alone(self, client: &str) -> String {
-        format!("{client}-{:032x}", self.0)
+    /// The request id of both legs, from that of the client; it names no peer.
+    pub(crate) fn request_id(self, client: &str) -> String {
+        let mut id = String::with_capacity(client.len() + 33);
+        id.push_str(client);
+        id.push('-');
+        push_hex(&mut id, self.0);
+        id
     }
 }
 

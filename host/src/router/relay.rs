@@ -5,9 +5,9 @@ use super::pool::PooledBody;
 use super::pool::chain;
 use super::sse::{self, SseDecoder};
 use crate::instance::{ReportedFailure, find_failure};
+use crate::needle::Needle;
 use bytes::Bytes;
 use hyper::body::Body;
-use memchr::memmem;
 use prometheus_client::metrics::histogram::Histogram;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -36,7 +36,8 @@ impl FailureScanner {
         let ends = bytes.ends_with(b"\n\n") || bytes.ends_with(b"\r\n\r\n");
         if !self.is_inside && ends {
             // Whole events, as nearly always: nothing is copied, and nearly nothing looked at.
-            if memmem::find(bytes, b"\"failed\"").is_none() {
+            static FAILED: Needle = Needle::new("\"failed\"");
+            if !FAILED.is_in(bytes) {
                 return;
             }
         }

@@ -1,10 +1,10 @@
 //! Table of the instances that made the responses of `/v1/responses`, by response id.
 
 use super::api::Api;
+use crate::needle::Needle;
 use crate::process::lock;
 use bytes::Bytes;
 use kvferry_engine::fabric::Endpoint;
-use memchr::memmem;
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
@@ -55,9 +55,9 @@ impl ResponseMakers {
 /// First value of a key `id`, if it is an id. Text that a client put into its request follows
 /// later, or is escaped.
 fn response_id(answer: &[u8]) -> Option<&str> {
-    const KEY: &[u8] = b"\"id\"";
+    static KEY: Needle = Needle::new("\"id\"");
     let beginning = &answer[..answer.len().min(BEGINNING)];
-    let rest = &beginning[memmem::find(beginning, KEY)? + KEY.len()..];
+    let rest = &beginning[KEY.find(beginning)? + KEY.len()..];
     let value = rest.trim_ascii_start().strip_prefix(b":")?.trim_ascii_start();
     let value = value.strip_prefix(b"\"")?;
     let id = &value[..memchr::memchr(b'"', value)?];

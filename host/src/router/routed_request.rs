@@ -2,20 +2,18 @@
 
 use super::api::GenerationRequest;
 use super::headers::ClientRequestId;
-use super::leg::{DP_RANK, HttpLegRequest, JSON, REQUEST_ID};
+use super::leg::{DP_RANK, HttpLegRequest, JSON, MadeLeg, REQUEST_ID};
 use super::memory_budget::MemoryCharge;
 use super::params::{self, TransferUid};
 use super::request_spans::LegTracer;
 use crate::spans::insert_context;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
-use kvferry_engine::core::dialect::moriio::address::embedded_peer;
 use kvferry_engine::core::ids::TransferKey;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::router::{InstancePair, LegBody};
 use kvferry_engine::fabric::Endpoint;
 use kvferry_trust::FleetProof;
 use opentelemetry::trace::SpanContext;
-use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct RoutedRequest {
@@ -66,14 +64,16 @@ pub(super) fn order(
     http: &Endpoint,
     (pair, body): (&InstancePair, &LegBody),
     (unique, proof, span): (TransferUid, &FleetProof, Option<&SpanContext>),
-) -> Result<HttpLegRequest, String> {
+) -> MadeLeg {
     let mut headers = job.headers.clone();
-    let id = match is_alone(body) {
-        true => unique.request_id_alone(job.id.as_str()),
-        false => unique.request_id(job.id.as_str(), pair)?,
+    let found = if is_alone(body) { None } else { unique.request_id_of(pair)? };
+    // Clients must not see the addresses in it.
+    let inner_id = found.as_ref().map(|id| id.0.clone());
+    let id = match found {
+        Some(id) => HeaderValue::try_from(&*id.0),
+        None => HeaderValue::try_from(unique.request_id(job.id.as_str())),
     };
-    let inner_id = embedded_peer(Role::Decode, &id.as_str().into()).map(|_| Arc::from(&*id));
-    headers.insert(REQUEST_ID, HeaderValue::try_from(id).map_err(|why| why.to_string())?);
+    headers.insert(REQUEST_ID, id.map_err(|why| why.to_string())?);
     let to = match body {
         LegBody::Prefill { .. } => &pair.prefill,
         LegBody::Decode { .. } => &pair.decode,
@@ -90,5 +90,6 @@ pub(super) fn order(
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer);
     let (path, memory) = (job.asked.api.path(), job.memory.another());
-    Ok(HttpLegRequest { to: http.clone(), path, headers, body, inner_id, memory, stream })
+    let to = http.clone();
+    Ok(Box::new(HttpLegRequest { to, path, headers, body, inner_id, memory, stream }))
 }

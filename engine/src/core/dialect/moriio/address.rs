@@ -12,12 +12,13 @@
 
 use super::EncodeError;
 use crate::authority;
-use crate::core::ids::{EngineId, Incarnation, RequestId, Role};
+use crate::core::ids::{EngineId, Incarnation, RequestId, Role, push_hex};
 use serde::{Deserialize, Serialize};
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
-const PREFILL_MARK: &str = "___prefill_addr_";
+/// Mark at which a request id with the addresses of its engines begins.
+pub const PREFILL_MARK: &str = "___prefill_addr_";
 const DECODE_MARK: &str = "___decode_addr_";
 
 /// Host and base ports of an engine's listeners, `host:{ip},handshake:{port},notify:{port}` in
@@ -65,7 +66,7 @@ impl ZmqAddress {
         let ports = 1..=i64::from(u16::MAX);
         let rule = if !authority::is_host(&self.host) {
             "host that is none"
-        } else if self.host.contains("___") {
+        } else if self.host.as_bytes().windows(3).any(|part| part == b"___") {
             "host with the mark of a request id"
         } else if !ports.contains(&self.handshake) || !ports.contains(&self.notify) {
             "port out of range"
@@ -96,7 +97,8 @@ pub fn embed(
     // Long enough for the marks, the numbers and the names of the parts, too: legs wait for it.
     let mut id = String::with_capacity(160 + prefill.host.len() + decode.host.len());
     // Writing to a String does not fail.
-    let _ = write!(id, "{PREFILL_MARK}{prefill}{DECODE_MARK}{decode}_{unique:032x}");
+    let _ = write!(id, "{PREFILL_MARK}{prefill}{DECODE_MARK}{decode}_");
+    push_hex(&mut id, unique);
     Ok(id.into())
 }
 

@@ -1,5 +1,6 @@
 //! One TCP connection: what it has to say and what it says.
 
+use crate::pace::MessagePace;
 use crate::shared::SendQueueDepth;
 use crate::zmtp::{ZmtpReader, ZmtpSocket, pong};
 use kvferry_engine::fabric::{Endpoint, LinkId, LinkKind};
@@ -46,6 +47,7 @@ pub(crate) struct ZmqConnection {
     pub(crate) unread: Vec<u8>,
     /// Messages of this connection since its source last had room for all messages.
     pub(crate) in_flood: usize,
+    pub(crate) pace: MessagePace,
     pub(crate) queued: Arc<SendQueueDepth>,
     /// Bytes of memory that its unfinished message was last seen to have.
     pub(crate) unfinished: usize,
@@ -92,6 +94,7 @@ impl ZmqConnection {
             reader: ZmtpReader::new(own),
             unread: Vec::new(),
             in_flood: 0,
+            pace: MessagePace::new(Instant::now()),
             queued,
             unfinished: 0,
             unsent: 0,

@@ -30,6 +30,7 @@
 mod address;
 mod connection;
 mod io;
+mod pace;
 mod plane;
 mod proven;
 mod seal;

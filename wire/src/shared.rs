@@ -43,7 +43,8 @@ pub struct ConnectionCuts {
     pub greetings: AtomicU64,
     /// Its source had its share of all connections.
     pub connections: AtomicU64,
-    /// Its source sent more than its share for many turns, and this connection sent most of it.
+    /// Its source sent more than its share for many turns, and this connection sent most of it; or
+    /// its messages came faster than any peer sends them.
     pub flood: AtomicU64,
     /// What it said is not what is spoken here.
     pub protocol: AtomicU64,

@@ -2,6 +2,7 @@
 
 use crate::connection::{ZmqConnection, ZmqPhase};
 use crate::io::ZmqIoThread;
+use crate::pace::FAST_MESSAGES;
 use crate::shared::{CONNECTION_CUTS, ZmqLinkEvent};
 use crate::zmtp::{ZmtpError, ZmtpEvent};
 use kvferry_engine::fabric::LinkId;
@@ -74,6 +75,7 @@ impl ZmqIoThread {
         let read = connection.reader.read_some(bytes, messages, &mut self.said);
         let rest = read.as_ref().map_or(0, |count| bytes.len() - count);
         connection.in_flood += self.said.len();
+        let is_flood = connection.pace.is_flood(self.said.len(), Instant::now());
         if is_from_kernel {
             connection.unread = bytes[bytes.len() - rest..].to_vec();
         } else {
@@ -87,6 +89,7 @@ impl ZmqIoThread {
         self.inbox.push(&mut self.news, (source, bytes));
         match read {
             Err(why) => self.refuse(token, why),
+            Ok(_) if is_flood => self.too_fast(token),
             Ok(_) => {
                 self.hold(token);
                 self.flush(token);
@@ -99,6 +102,15 @@ impl ZmqIoThread {
         CONNECTION_CUTS.flood.fetch_add(1, Ordering::Relaxed);
         self.cut_largest(source, "more messages than are taken", |it| it.in_flood);
         self.inbox.cut_flood(source);
+    }
+
+    /// Ends a connection whose messages come faster than those of any honest peer.
+    fn too_fast(&mut self, token: u64) {
+        let Some(connection) = self.connections.get(&token) else { return };
+        let peer = connection.peer;
+        CONNECTION_CUTS.flood.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(%peer, most = FAST_MESSAGES, "connection cut: more messages a second for seconds");
+        self.close(token);
     }
 
     /// Makes news of what was said; bytes of memory of the messages among it.

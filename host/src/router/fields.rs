@@ -19,6 +19,9 @@ const KEY_MAX: usize = 256;
 /// Most members that are looked at one by one for a key, which is faster than a table for so few.
 const SCANNED_MAX: usize = 32;
 
+/// Most edits at a time; all lists of them are in this program.
+const EDITS_MAX: usize = 32;
+
 /// Error of a text that is not an object the router can edit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldsError {
@@ -228,15 +231,19 @@ impl JsonFields {
         out.finish().to_bytes()
     }
 
-    /// Adds these edits; the first of several for one key counts. Duplicate members are removed, so
-    /// that every parser reads the same value.
+    /// Adds these edits, at most [`EDITS_MAX`]; the first of several for one key counts. Duplicate
+    /// members are removed, so that every parser reads the same value.
     pub(crate) fn edit<E: Borrow<FieldEdit>>(&self, edits: &[(&str, E)], splices: &mut Splices) {
         let mut dropped: Vec<usize> = Vec::new();
         dropped.extend((0..self.members.len()).filter(|at| self.members[*at].is_superseded));
         let mut added: Vec<(&str, &Bytes)> = Vec::with_capacity(edits.len());
         splices.0.reserve(edits.len() + 2);
+        let mut marks = [0; EDITS_MAX];
         for (nth, (key, edit)) in edits.iter().enumerate() {
-            if edits[..nth].iter().any(|(before, _)| before == key) {
+            let own = mark(key.as_bytes());
+            let has_mark = marks[..nth].contains(&own);
+            marks[nth] = own;
+            if has_mark && edits[..nth].iter().any(|(before, _)| before == key) {
                 continue;
             }
             match (edit.borrow(), self.position(key)) {

@@ -53,7 +53,7 @@ pub(super) struct InFlightLeg {
     /// True if the instance reports failed loads of KV.
     pub(super) reports_failures: bool,
     pub(super) sent: Instant,
-    pub(super) times: InstanceTimes,
+    pub(super) times: Arc<InstanceTimes>,
     pub(super) task: JoinHandle<()>,
     /// Cuts the stream when it is dropped.
     pub(super) cut: Option<oneshot::Sender<()>>,

@@ -36,8 +36,8 @@ impl MetricConstructor<Histogram> for Doubling {
 
 type TimesFamily = Family<EngineLabels, Histogram, Doubling>;
 
-/// The times of one instance, in seconds; clones share them.
-#[derive(Clone, Debug)]
+/// The times of one instance, in seconds.
+#[derive(Debug)]
 pub(crate) struct InstanceTimes {
     /// From a request to the dispatch of a leg of it to the instance.
     pub(crate) queue: Histogram,
@@ -55,7 +55,7 @@ type EngineKey = (&'static str, EngineId);
 #[derive(Clone, Debug)]
 pub(crate) struct AllInstanceTimes {
     families: [TimesFamily; 4],
-    known: Arc<Mutex<HashMap<EngineKey, InstanceTimes>>>,
+    known: Arc<Mutex<HashMap<EngineKey, Arc<InstanceTimes>>>>,
 }
 
 const FAMILIES: [(&str, &str); 4] = [
@@ -83,7 +83,7 @@ impl AllInstanceTimes {
     }
 
     /// Those of an instance.
-    pub(crate) fn of(&self, role: Role, engine: &EngineId) -> InstanceTimes {
+    pub(crate) fn of(&self, role: Role, engine: &EngineId) -> Arc<InstanceTimes> {
         let key = (role_name(role), engine.clone());
         let mut known = lock(&self.known);
         if let Some(times) = known.get(&key) {
@@ -96,7 +96,7 @@ impl AllInstanceTimes {
         let labels = EngineLabels { role: key.0, engine: engine.to_string() };
         let [queue, first_token, inter_token, transfer] =
             std::array::from_fn(|nth| self.families[nth].get_or_create_owned(&labels));
-        let times = InstanceTimes { queue, first_token, inter_token, transfer };
+        let times = Arc::new(InstanceTimes { queue, first_token, inter_token, transfer });
         known.insert(key, times.clone());
         times
     }

@@ -11,6 +11,9 @@ from server import START_S, Process
 
 BINARY = "KVFERRY_BIN"
 RETRIES = 4
+# Seconds without a sign of life after which it forgets an instance. Virtual machines stand still for
+# longer than its default.
+EXPIRY_S = 60
 # Pauses between tries in seconds, which double, and `--queue-timeout`.
 PAUSE_S, QUEUE_S = 0.5, 2.0
 # Within which who asked has an answer or an error after an instance died: before each try the pause,
@@ -37,7 +40,7 @@ class Router(Process):
         command = [os.environ[BINARY], "router", "--json", "--retries", str(RETRIES)]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
-        command += ["--admin-addr", "127.0.0.1:0", *args]
+        command += ["--admin-addr", "127.0.0.1:0", "--expiry", str(EXPIRY_S), *args]
         super().__init__("router", command, os.environ | self.told, log, stdout=subprocess.PIPE)
         try:
             line = self._first_line()

@@ -10,8 +10,8 @@ use super::metrics::{Counted, RequestLabels};
 use axum::response::{IntoResponse, Response};
 use hyper::header::{CONNECTION, HeaderMap, HeaderValue};
 use hyper::http::Extensions;
-use kvferry_engine::core::ids::push_hex;
 use kvferry_engine::source::PeerSource;
+use rand::distr::{Alphanumeric, SampleString};
 use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -37,7 +37,7 @@ impl<'a> ClientExchange<'a> {
     ) -> ClientExchange<'a> {
         let id = ClientRequestId::of(headers, || {
             let mut id = prefix.to_owned();
-            push_hex(&mut id, rand::random());
+            Alphanumeric.append_string(&mut rand::rng(), &mut id, 24);
             id
         });
         let in_flight = Counted::begin(&handler.metrics.in_flight);

@@ -13,6 +13,9 @@ Prompts are random, so that nothing is cached. The table has medians and 90th pe
 With --floor a connector that moves no byte (`floor.py`) has turns, too: both legs of its requests go straight
 to the servers, at the same time.
 
+With --before a second pair has turns whose package is the one in that folder, as `python/test` installs it: that of
+another build.
+
 With --hand-off the legs go straight to the servers of the pairs, and the time is that from the answer of
 the prefill, which has computed its last layer, to the first token of the decode.
 """
@@ -133,6 +136,15 @@ def wake(port: int, length: int) -> None:
     sys.exit(f"port {port} does not serve again")
 
 
+def connectors(before: str | None) -> list[tuple[str, dict, dict]]:
+    """Name, connector and environment of each pair."""
+    pairs = [(connector["kv_connector"], connector, {}) for connector in (MORIIO, KVFERRY)]
+    if before is not None:
+        path = {"PYTHONPATH": f"{before}:{os.environ.get('PYTHONPATH', '')}"}
+        pairs.append((f"{KVFERRY['kv_connector']} before", KVFERRY, path))
+    return pairs
+
+
 def pin(server: Server, core: int) -> None:
     """Gives a server that has just been started, and whatever it starts, one core."""
     cores = sorted(os.sched_getaffinity(0))
@@ -154,11 +166,10 @@ def measure(mode: str, model: pathlib.Path, logs: pathlib.Path, args) -> dict:
         if not args.shared_cores:
             pin(single, 0)
         started.append(single)
-        for connector in (MORIIO, KVFERRY):
-            name = connector["kv_connector"]
-            router = Router(logs / f"router-{name}-{mode}.log")
+        for name, connector, env in connectors(args.before):
+            router = Router(logs / f"router-{name}-{mode}.log".replace(" ", "-"))
             started.append(router)
-            pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, connector))
+            pair = Pair(mode, model, logs, router.discovery, dict.fromkeys(ROLES, connector), env)
             started.append(pair)
             if not args.shared_cores:
                 pin(pair.prefill, 0)
@@ -215,6 +226,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[32, 257, 1500, 2500])
     parser.add_argument("--requests", type=int, default=50, help="per length and server")
     parser.add_argument("--modes", nargs="+", default=["WRITE", "READ"], choices=["WRITE", "READ"])
+    parser.add_argument("--before", metavar="FOLDER", help="package of another build, which has turns, too")
     parser.add_argument("--hand-off", action="store_true", help="in place of the time to the first token")
     parser.add_argument("--floor", action="store_true", help="beside a connector that moves no byte")
     parser.add_argument("--shared-cores", action="store_true", help="no core for each server")

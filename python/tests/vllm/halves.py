@@ -113,6 +113,7 @@ def step(tokens: dict[str, int] | None = None, new=(), preempted=()) -> SimpleNa
     cached = {name: [] for name in ("req_ids", "num_computed_tokens", "new_block_ids")}
     return SimpleNamespace(
         preempted_req_ids=set(preempted),
+        finished_req_ids=set(),
         scheduled_new_reqs=starts,
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set(), **cached),
         num_scheduled_tokens=tokens,

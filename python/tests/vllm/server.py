@@ -104,6 +104,21 @@ class Process:
             return False
         return int(state[2]) == self.child.pid and state[0] != "Z"
 
+    def cpu_seconds(self) -> float:
+        """CPU time of the process and its children until now."""
+        ticks = 0
+        for pid in filter(self._runs, (int(place.name) for place in Path("/proc").glob("[0-9]*"))):
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def worker(self) -> int:
+        """Process of its worker of vLLM."""
+        for name in Path("/proc").glob("[0-9]*/comm"):
+            if self._runs(int(name.parent.name)) and "Worker" in name.read_text():
+                return int(name.parent.name)
+        raise RuntimeError(f"{self.name} has no worker\n{self.tail()}")
+
     def kill(self) -> None:
         """`kill -9` of the process and its children."""
         try:

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -17,7 +19,14 @@ from prompts import assert_hashes_are_logged, sources, wait_for_transfer
 from router import BINARY
 from server import BLOCK_TOKENS
 from soak import CLIENTS, Soak, growth, requests_wanted, sample
+from stops import stop
 from test_pd import LENGTHS
+
+# After a step of a worker, and of a wait for KV.
+SPIN_S = 1.5
+WAITING_S = 4.0
+# CPU seconds of a decode's processes per second of a wait for KV. It is 1.2 if each step goes to the worker.
+BURNT_MAX = 0.3
 
 # What an allocator keeps of a host's memory.
 HOST_GROWTH_KIB = 8 << 10
@@ -80,6 +89,33 @@ def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own, length
 def test_eight_at_a_time_in_chunks(own, reference):
     answers, expected = at_once(own, reference, f"own {own.mode} at once")
     assert answers == expected
+
+
+def test_decode_sleeps_while_its_kv_is_computed(own, reference):
+    """And serves others meanwhile. A pull is asked for when its KV is there."""
+    if own.mode == "READ":
+        pytest.skip("the decode leg of a pull comes after the prompt is computed")
+    wait_idle(own)
+    ids, other = prompt(300, "computed late"), prompt(40, "meanwhile")
+    expected = reference(ids)
+    worker = own.prefill.worker()
+    stop(worker)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            late = pool.submit(own.router.complete, request(ids))
+            waits = lambda: metric(own.decode.port, "vllm:num_requests_waiting") == 1
+            own.decode.wait_until("its metrics have the request", waits, 30)
+            # vLLM's workers spin for a second after a step.
+            time.sleep(SPIN_S)
+            before = own.decode.cpu_seconds()
+            time.sleep(WAITING_S)
+            burnt = (own.decode.cpu_seconds() - before) / WAITING_S
+            assert tokens(own.decode.complete(request(other))) == reference(other)
+            os.kill(worker, signal.SIGCONT)
+            assert tokens(late.result()) == expected
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert burnt < BURNT_MAX, f"{burnt} CPU seconds a second"
 
 
 def test_many_requests_with_aborts_leave_nothing(own, reference):

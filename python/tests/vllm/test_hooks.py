@@ -19,9 +19,10 @@ SCHEDULER = {
     "arrived": ((REQUEST,), None),
     "matched": ((REQUEST, 0), (0, False)),
     "allocated": ((REQUEST, None, 5), None),
-    "step": ((SimpleNamespace(preempted_req_ids=["r"]),), (None, 0, [], [], [], [], 7)),
+    "step": ((SimpleNamespace(preempted_req_ids=["r"]), True), (None, 0, [], [], [], [], 7)),
     "deliver": ((None,), None),
     "stats": ((), None),
+    "hears": ((0.0,), True),
 }
 WORKER = {"computed": (1, 1, "l"), "step_over": (1,), "wait_for_preempted": (["r"],)}
 

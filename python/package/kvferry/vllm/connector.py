@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.vllm.memory import Files
+from kvferry.vllm.pause import Pause
 from kvferry.vllm.roles import by_role
 from kvferry.vllm.scheduler import Scheduler
 from kvferry.vllm.stats import KvferryPromMetrics, KvferryStats
@@ -58,6 +59,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         halves = by_role(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.schedulers = [Scheduler(half, kv_cache_config) for half in halves]
+            self.pause = Pause(vllm_config)
         else:
             files = Files()
             self.workers = [Worker(half, kv_cache_config, files) for half in halves]
@@ -136,7 +138,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         self._half(request).allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output) -> Metadata:
-        return Metadata([Told(*half.step(scheduler_output)) for half in self.schedulers])
+        held_back = self.pause.hold(scheduler_output, self.schedulers)
+        return Metadata([Told(*half.step(scheduler_output, held_back)) for half in self.schedulers])
 
     def request_finished(self, request, block_ids: list[int]):
         return self._half(request).finished(request, (block_ids,))

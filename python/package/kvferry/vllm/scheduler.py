@@ -19,9 +19,9 @@ logger = logger_of(__name__)
 # Clocks differ.
 LEASE_MARGIN_S = 1.0
 
-# Wait for news at the end of a step without tokens: vLLM makes such steps one after the other while KV is
-# under way, at the expense of who computes it, and pauses for 1 ms after each. A request that arrives
-# meanwhile waits, too.
+# Wait for news at the end of a step without tokens that no pause held back: vLLM makes such steps one after
+# the other while KV is under way, at the expense of who computes it, and sleeps for 1 ms after each. A request
+# that arrives meanwhile waits, too.
 IDLE_S = 0.002
 
 # A load waits for blocks until its prefill is ready, unless all but this part of them are free: it takes a
@@ -127,7 +127,7 @@ class Scheduler:
         # Requests whose blocks others may read for a while though the host is gone, and until when.
         self.leased: deque[tuple[float, set[str]]] = deque()
         self.steps = 0
-        # The step computes nothing.
+        # The step computes nothing, and does not come after a pause.
         self.idle = False
         # Transfers that failed with a host that is gone, and were not counted.
         self.lost = 0
@@ -196,11 +196,13 @@ class Scheduler:
         lists = [list(ids) for ids in blocks.get_block_ids()]
         self._tell("allocated", request.request_id, leg.tokens - external, lists)
 
-    @guarded(lambda self, _: (None, 0, [], [], [], [], self.lost_host))
-    def step(self, output) -> tuple[int | None, int, list[str], list[str], list[str], list[str], int]:
+    @guarded(lambda self, *_: (None, 0, [], [], [], [], self.lost_host))
+    def step(
+        self, output, held_back: bool = False
+    ) -> tuple[int | None, int, list[str], list[str], list[str], list[str], int]:
         """What the workers are told: number of the step if the host is told of it, and tokens of prompts
         that it computes; preempted and failed requests, ended ones whose loads are over or whose blocks are
-        free, and the host that was lost."""
+        free, and the host that was lost. `held_back` if it comes after a pause."""
         preempted = []
         self._wait_until_free(self.held.intersection(output.preempted_req_ids or ()))
         for request in output.preempted_req_ids or ():
@@ -216,12 +218,33 @@ class Scheduler:
             tokens = sum(to - begin for _, begin, to, _ in chunks)
             self._tell("scheduled", step, chunks)
         self._hear()
-        self.idle = not output.total_num_scheduled_tokens
+        self.idle = not output.total_num_scheduled_tokens and not held_back
         failed, self.failed = list(self.failed), set()
         over, self.over = list(self.over), set()
         self.told.update(failed, over)
         freed, self.free = list(self.free), set()
         return step, tokens, preempted, failed, over, freed, self.lost_host
+
+    def waiting(self) -> int:
+        """Returns the number of unfinished requests that cannot go on before news of the host."""
+        if self.produces:
+            return 0
+        return sum(
+            not leg.ended and (leg.loading or not (leg.allocated or leg.may_allocate))
+            for leg in self.legs.values()
+        )
+
+    def has_orders(self) -> bool:
+        """True if the next step has something to tell the workers or vLLM."""
+        return bool(self.failed or self.over or self.free or self.loaded)
+
+    @guarded(lambda *_: True)
+    def hears(self, patience: float) -> bool:
+        """Waits for news of the host, at most `patience` seconds. True if there were some."""
+        lost = self.lost_host
+        if self.line.current() is None:
+            time.sleep(patience)
+        return self._hear(patience) or self.has_orders() or self.lost_host != lost
 
     def _wait_until_free(self, requests: set[str]) -> None:
         """Of requests that were preempted, which freed their blocks, and ended before this step."""
@@ -325,18 +348,20 @@ class Scheduler:
         except ConnectionError as error:
             self.line.lost(error)
 
-    def _hear(self, patience: float = 0.0) -> None:
+    def _hear(self, patience: float = 0.0) -> bool:
+        """Applies what the host says. True if that was something."""
         while self.leased and self.leased[0][0] <= time.monotonic():
             self.free |= self.leased.popleft()[1]
         if (link := self.line.current()) is None:
-            return
+            return False
         try:
             events = link.wait(patience) if patience else link.poll()
         except ConnectionError as error:
             self.line.lost(error)
-            return
+            return False
         for kind, request, why in events:
             self._apply(kind, request, why)
+        return bool(events)
 
     def _apply(self, kind: str, request: str, why: str | None) -> None:
         leg = self.legs.get(request)

@@ -183,6 +183,8 @@ void IOEngine::CreateBackend(BackendType type, const BackendConfig& backend) {
     const auto& rdma = static_cast<const RdmaBackendConfig&>(backend);
     inner_->set(type, dbl::make_rdma(desc.key, config, rdma, inner_->gate, &port));
     desc.port = port;
+    // The next backend takes the port of the first one.
+    config.port = port;
     if (!auto_xgmi()) return;
   }
   if (!inner_->has(BackendType::XGMI)) {

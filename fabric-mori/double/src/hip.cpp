@@ -26,7 +26,12 @@ Events& events() {
 }  // namespace
 }  // namespace dbl
 
-extern "C" int hipEventQuery(void* event) {
+// Under names of their own: HIP's headers, where there are any, declare the others with HIP's types.
+#define HIP_FUNCTION(name, ...)                              \
+  extern "C" int double_##name(__VA_ARGS__) __asm__(#name);  \
+  extern "C" int double_##name(__VA_ARGS__)
+
+HIP_FUNCTION(hipEventQuery, void* event) {
   dbl::Events& all = dbl::events();
   std::lock_guard lock(all.mu);
   auto it = all.live.find(static_cast<dbl::Event*>(event));
@@ -34,14 +39,16 @@ extern "C" int hipEventQuery(void* event) {
   return (*it)->fired ? dbl::kSuccess : dbl::kNotReady;
 }
 
-extern "C" int hipSetDevice(int device) { return device >= 0 ? dbl::kSuccess : dbl::kInvalidDevice; }
+HIP_FUNCTION(hipSetDevice, int device) {
+  return device >= 0 ? dbl::kSuccess : dbl::kInvalidDevice;
+}
 
-extern "C" int hipMalloc(void** base, size_t len) {
+HIP_FUNCTION(hipMalloc, void** base, size_t len) {
   *base = std::malloc(len);
   return *base == nullptr ? dbl::kOutOfMemory : dbl::kSuccess;
 }
 
-extern "C" int hipFree(void* base) {
+HIP_FUNCTION(hipFree, void* base) {
   std::free(base);
   return dbl::kSuccess;
 }

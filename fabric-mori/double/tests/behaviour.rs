@@ -11,19 +11,22 @@ use std::process::Command;
 use std::sync::LazyLock;
 use support::{TESTED, cases, compile, run, said};
 
+/// The cases with a MoRI; headers of `flags` come before the system's.
+fn program(found: &MoriInstallation, name: &str, flags: &[&str]) -> PathBuf {
+    let arguments = kvferry_mori_build::arguments(found, env!("CARGO_TARGET_TMPDIR").as_ref());
+    let own = [flags, &["-O1", "-g1", "tests/cpp/main.cpp"]].concat();
+    let own = own.into_iter().map(Into::into).collect();
+    compile(name, &[arguments.expect("a folder"), own].concat())
+}
+
 static PROGRAMS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
-    let program = |found: &MoriInstallation, name: &str| {
-        let arguments = kvferry_mori_build::arguments(found, env!("CARGO_TARGET_TMPDIR").as_ref());
-        let own = ["-O1", "-g1", "tests/cpp/main.cpp"].map(Into::into);
-        compile(name, &[arguments.expect("a folder"), own.to_vec()].concat())
-    };
     if TESTED.is_some() {
         let found = kvferry_mori_build::search(&|name| std::env::var_os(name));
-        return vec![program(&found.unwrap_or_else(|why| panic!("{why}")), "cases-installed")];
+        return vec![program(&found.unwrap_or_else(|why| panic!("{why}")), "cases-installed", &[])];
     }
     let double = INSTALLS.map(|install| {
         let found = MoriInstallation::explicit(install.include, install.lib).expect("it was built");
-        program(&found, &format!("cases-{}", install.class))
+        program(&found, &format!("cases-{}", install.class), &[])
     });
     double.to_vec()
 });
@@ -184,6 +187,33 @@ fn the_shims_load() {
         let text = said(&output);
         let whole = !text.contains("undefined symbol") && !text.contains("not found");
         assert!(output.status.success() && whole && text.contains(install.lib), "{text}");
+    }
+}
+
+/// MoRI's headers include HIP's, which every machine with MoRI has: the stand-in, the cases and the
+/// shim compile with them too.
+#[test]
+#[ignore = "needs HIP's headers: ./test runs it where they are, and says where they are not"]
+fn the_headers_of_hip_are_no_conflict() {
+    let hip = std::env::var("KVFERRY_HIP_INCLUDE").expect("KVFERRY_HIP_INCLUDE names their folder");
+    let header = std::fs::read_to_string(format!("{hip}/hip/hip_runtime_api.h"));
+    assert!(header.expect("the folder has HIP's header").contains("hipEventQuery"), "{hip}");
+    let of_hip = ["-D__HIP_PLATFORM_AMD__=1", "-I", &hip];
+    for install in INSTALLS {
+        let library = ["-fPIC", "-shared", "-I", install.include, "src/all.cpp"];
+        compile(&format!("libdouble-hip-{}.so", install.class), &[&of_hip[..], &library].concat());
+        let found = MoriInstallation::explicit(install.include, install.lib).expect("it was built");
+        let program = program(&found, &format!("cases-hip-{}", install.class), &of_hip);
+        for case in ["golden_bytes", "both_directions"] {
+            let output = run(&program, case, &[]);
+            assert!(output.status.success(), "{case}: {}", said(&output));
+        }
+        let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+        let folder = folder.join(format!("shim-hip-{}", install.class));
+        std::fs::create_dir_all(&folder).expect("a folder");
+        if let Err(why) = kvferry_mori_build::compile(&found, &folder, &of_hip) {
+            panic!("{why}");
+        }
     }
 }
 

@@ -32,10 +32,6 @@ KNOB int mori_double_faults(const char* spec);
 KNOB void mori_double_latency(uint64_t us);
 KNOB void mori_double_port(int up);
 KNOB uint64_t mori_double_events_out();
-KNOB int hipEventQuery(void* event);
-KNOB void* mori_double_event_new();
-KNOB void mori_double_event_fire(void* event);
-KNOB void mori_double_event_free(void* event);
 
 using namespace mori::io;
 using Millis = std::chrono::milliseconds;

@@ -1,5 +1,6 @@
 // The peer process: one line in, one line out.
 #include <fcntl.h>
+#include <linux/close_range.h>
 
 #include "check.hpp"
 
@@ -10,6 +11,8 @@ Process::Process(const std::string& key, const std::string& backends) {
   if (pid_ == 0) {
     dup2(in[0], 0);
     dup2(out[1], 1);
+    // MoRI's sockets have no close-on-exec: a child that kept one would keep its port.
+    close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
     execl("/proc/self/exe", "peer", "--process", key.c_str(), backends.c_str(), nullptr);
     _exit(127);
   }

@@ -12,6 +12,11 @@
 #include <utility>
 #include <vector>
 
+// As MoRI's own header does; HIP's is not everywhere where the stand-in is.
+#if __has_include("hip/hip_runtime_api.h")
+#include "hip/hip_runtime_api.h"
+#endif
+
 #include "mori/io/enum.hpp"
 #include "mori/io/msgpack_adaptor.hpp"
 

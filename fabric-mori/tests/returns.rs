@@ -56,28 +56,101 @@ fn is_refused(world: &mut MoriTestWorld, session: u32, desc: &RegionDesc) {
     );
 }
 
-#[test]
-fn a_port_that_flaps_is_waited_for() {
-    let mut world = MoriTestWorld::star(2);
-    for flap in 0..10_u64 {
-        let in_flight: Vec<_> = (0..3).map(|n| world.write(1, n * 256)).collect();
-        port(false);
-        let op = world.write(1, 1_024);
-        for op in in_flight {
-            world.finish(op);
+/// What MoRI itself does, too, where `KVFERRY_PORT_COMMAND` takes its port down: `./test --mori` runs
+/// these then.
+mod every_port {
+    use super::*;
+
+    #[test]
+    fn a_port_that_flaps_is_waited_for() {
+        let mut world = MoriTestWorld::star(2);
+        for flap in 0..10_u64 {
+            let in_flight: Vec<_> = (0..3).map(|n| world.write(1, n * 256)).collect();
+            port(false);
+            let op = world.write(1, 1_024);
+            for op in in_flight {
+                world.finish(op);
+            }
+            world.failure(op);
+            is_without(&mut world);
+            let desc = world.descs[1].clone();
+            is_refused(&mut world, 50, &desc);
+            world.plane(0).quiesce(SessionId(1), QuiesceTicket(flap));
+            let quiet = DataEvent::Quiet { session: SessionId(1), ticket: QuiesceTicket(flap) };
+            world.until_told(0, &quiet);
+            world.assert_untouched(1, 50);
+            port(true);
+            serves_again(&mut world, 512 + flap * 8);
         }
+        assert_eq!(world.plane(0).counters().resets, 10);
+    }
+
+    #[test]
+    fn memory_that_comes_without_a_backend_is_not_refused() {
+        let mut world = MoriTestWorld::star(2);
+        port(false);
+        let op = world.write(1, 0);
+        world.failure(op);
+        // One while the backend is being replaced, and one while there is none.
+        for region in [RegionId(7), RegionId(8)] {
+            // SAFETY: It is the memory of the plane, see `memory` of `MoriTestPlane`.
+            let memory = Memory::Own(unsafe { OwnMemory::new(world.base(0), MEMORY) });
+            world.plane(0).register(region, memory).expect("memory is taken");
+            is_without(&mut world);
+        }
+        for _ in 0..200 {
+            world.pump();
+        }
+        let refused =
+            |event: &DataEvent| matches!(event, DataEvent::Registered { result: Err(_), .. });
+        assert!(!world.seen(0).iter().any(refused), "{:?}", world.seen(0));
+        port(true);
+        serves_again(&mut world, 256);
+    }
+
+    #[test]
+    fn a_fence_is_answered_without_a_backend() {
+        let mut world = MoriTestWorld::star(2);
+        let desc = world.descs[0].clone();
+        world.open(7, 1, 0, &desc).expect("plane 1 comes in");
+        port(false);
+        world.plane(0).fence(PeerId(1));
+        world.until_told(0, &DataEvent::Fenced { peer: PeerId(1) });
+        port(true);
+        world.until_reset(0);
+    }
+
+    #[test]
+    fn a_port_that_is_taken_meanwhile_is_waited_for() {
+        let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
+        let address = free.local_addr().expect("bound");
+        drop(free);
+        let settings = |n| MoriConfig {
+            port: if n == 0 { address.port() } else { 0 },
+            ..config(MoriBackend::Rdma)
+        };
+        let mut world = MoriTestWorld::new(2, settings).joined();
+        // Without a backend nobody listens, and so anybody may.
+        port(false);
+        let op = world.write(1, 0);
         world.failure(op);
         is_without(&mut world);
-        let desc = world.descs[1].clone();
-        is_refused(&mut world, 50, &desc);
-        world.plane(0).quiesce(SessionId(1), QuiesceTicket(flap));
-        let quiet = DataEvent::Quiet { session: SessionId(1), ticket: QuiesceTicket(flap) };
-        world.until_told(0, &quiet);
-        world.assert_untouched(1, 50);
+        let taken = TcpListener::bind(address).expect("it is free");
         port(true);
-        serves_again(&mut world, 512 + flap * 8);
+        let tried = world.plane(0).counters().rebuilds + 3;
+        while world.plane(0).counters().rebuilds < tried {
+            world.pump();
+        }
+        assert_eq!(world.plane(0).counters().without, 1, "MoRI would end the process");
+        drop(taken);
+        serves_again(&mut world, 128);
     }
-    assert_eq!(world.plane(0).counters().resets, 10);
+}
+
+/// The same, as they run over MoRI itself.
+#[test]
+fn a_command_takes_the_port_down_and_up() {
+    common::again_with_a_port_command("every_port", 28);
 }
 
 #[test]
@@ -94,40 +167,6 @@ fn a_port_that_flaps_amid_a_mend_is_waited_for() {
     faults("");
     port(true);
     serves_again(&mut world, 256);
-}
-
-#[test]
-fn memory_that_comes_without_a_backend_is_not_refused() {
-    let mut world = MoriTestWorld::star(2);
-    port(false);
-    let op = world.write(1, 0);
-    world.failure(op);
-    // One while the backend is being replaced, and one while there is none.
-    for region in [RegionId(7), RegionId(8)] {
-        // SAFETY: It is the memory of the plane, see `memory` of `MoriTestPlane`.
-        let memory = Memory::Own(unsafe { OwnMemory::new(world.base(0), MEMORY) });
-        world.plane(0).register(region, memory).expect("memory is taken");
-        is_without(&mut world);
-    }
-    for _ in 0..200 {
-        world.pump();
-    }
-    let refused = |event: &DataEvent| matches!(event, DataEvent::Registered { result: Err(_), .. });
-    assert!(!world.seen(0).iter().any(refused), "{:?}", world.seen(0));
-    port(true);
-    serves_again(&mut world, 256);
-}
-
-#[test]
-fn a_fence_is_answered_without_a_backend() {
-    let mut world = MoriTestWorld::star(2);
-    let desc = world.descs[0].clone();
-    world.open(7, 1, 0, &desc).expect("plane 1 comes in");
-    port(false);
-    world.plane(0).fence(PeerId(1));
-    world.until_told(0, &DataEvent::Fenced { peer: PeerId(1) });
-    port(true);
-    world.until_reset(0);
 }
 
 #[test]
@@ -153,32 +192,6 @@ fn children_do_not_keep_the_port() {
     }
     drop(child.stdin.take());
     child.wait().expect("it ends");
-}
-
-#[test]
-fn a_port_that_is_taken_meanwhile_is_waited_for() {
-    let free = TcpListener::bind("127.0.0.1:0").expect("loopback");
-    let address = free.local_addr().expect("bound");
-    drop(free);
-    let settings = |n| MoriConfig {
-        port: if n == 0 { address.port() } else { 0 },
-        ..config(MoriBackend::Rdma)
-    };
-    let mut world = MoriTestWorld::new(2, settings).joined();
-    // Without a backend nobody listens, and so anybody may.
-    common::world::port(false);
-    let op = world.write(1, 0);
-    world.failure(op);
-    is_without(&mut world);
-    let taken = TcpListener::bind(address).expect("it is free");
-    common::world::port(true);
-    let tried = world.plane(0).counters().rebuilds + 3;
-    while world.plane(0).counters().rebuilds < tried {
-        world.pump();
-    }
-    assert_eq!(world.plane(0).counters().without, 1, "MoRI would end the process");
-    drop(taken);
-    serves_again(&mut world, 128);
 }
 
 /// A plane in another process, which plane 0 has sessions with.

@@ -18,7 +18,7 @@
 //! | `MORI_DOUBLE_START=hang`, `crash` | a backend is never made, or the process crashes in it |
 //! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
-//! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id |
+//! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id, which [`PORT_COMMAND`] makes and removes |
 //! | `mori_double_nodes(spec)`, `MORI_DOUBLE_NODES` | `prefix=node;prefix=node`: engines whose key begins like this are of that node, whatever `MORI_NODE_ID` says |
 //! | `MORI_DOUBLE_NO_SMI=1` | making an RDMA backend ends the process |
 //! | `MORI_IO_CP_TIMEOUT_MS`, `MORI_IO_SQ_BACKOFF_TIMEOUT_US`, `MORI_IO_ENABLE_ASYNC_EVENTS`, `MORI_DISABLE_AUTO_XGMI`, `MORI_NODE_ID` | as in MoRI, which has more |
@@ -58,6 +58,9 @@
 //! - A notification without room in the send queue is lost; in MoRI it fails the transfer.
 //! - A count of more than 2^31 elements in a descriptor or frame is a `std::bad_alloc`, and a lower one
 //!   that the bytes lack is not; for MoRI that depends on the memory of the machine.
+
+/// The program that takes a process' port down and up, for `KVFERRY_PORT_COMMAND`.
+pub const PORT_COMMAND: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/port");
 
 /// A MoRI to compile and link against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

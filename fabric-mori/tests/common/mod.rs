@@ -7,11 +7,42 @@ use kvferry_engine::conformance::{DataPlanePair, PlaneUnderTest, RemotePlane, Se
 use kvferry_engine::fabric::{
     Address, Caps, Credits, DataPlane, FenceScope, Memory, OwnMemory, Placement, PlaneTimeouts,
 };
-use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane, Shim};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane, PortCommand, Shim};
 use mori_sys::ShimSearchPath;
 use serde::{Deserialize, Serialize};
 use std::process::Command;
 use std::sync::Arc;
+
+/// Whether a test can take ports down: the stand-in's always, those of a card by a command.
+pub(crate) fn has_ports() -> bool {
+    !is_installed() || PortCommand::of_environment().is_some()
+}
+
+/// Runs tests of this program again as on a machine with MoRI, which is the stand-in, and whose
+/// ports a command takes down and up, as often at least.
+pub(crate) fn again_with_a_port_command(tests: &str, calls_min: usize) {
+    if std::env::var_os(WHICH).is_some() {
+        return;
+    }
+    let name = format!("kvferry-ports-{}", std::process::id());
+    let ports = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&ports).expect("a folder");
+    // Says that it was called.
+    let log = ports.join("called");
+    let line = format!("echo called >>'{}'; '{}'", log.display(), mori_double::PORT_COMMAND);
+    let mut again = Command::new(std::env::current_exe().expect("this program"));
+    again
+        .arg(tests)
+        .env(WHICH, "installed")
+        .env("KVFERRY_MORI_SHIM", mori_double::INSTALLS[1].shim);
+    again.env("KVFERRY_PORT_COMMAND", line).env(PORTS, &ports);
+    let output = again.output().expect("it runs");
+    let calls = std::fs::read_to_string(&log).unwrap_or_default().lines().count();
+    let _gone = std::fs::remove_dir_all(&ports);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{text}");
+    assert!(calls >= calls_min, "{calls} calls\n{text}");
+}
 
 /// Bytes that the suite wants of each plane.
 pub(crate) const MEMORY: u64 = 1 << 14;
@@ -51,14 +82,22 @@ pub(crate) fn shim() -> Arc<Shim> {
 /// No limit of a plane is as long as what a busy machine may take, so that none passes.
 pub(crate) const NEVER: u32 = 600_000;
 
+/// Folder that the stand-in looks into for ports that are down.
+const PORTS: &str = "MORI_DOUBLE_PORTS";
+
+/// Longest time of an operation: software RDMA retries without end while its port is down.
+fn operation_ms() -> u32 {
+    if is_installed() && std::env::var_os(PORTS).is_none() { 10_000 } else { NEVER }
+}
+
 /// Settings of a plane on a machine without devices. But for the drain before a rebuild its limits
-/// never pass.
+/// never pass, and over MoRI itself that of operations.
 pub(crate) fn config(backend: MoriBackend) -> MoriConfig {
     MoriConfig {
         backend,
         devices: false,
         operations_max: 64,
-        operation_ms: NEVER,
+        operation_ms: operation_ms(),
         drain_ms: 50,
         open_ms: NEVER,
         dead_ms: NEVER,
@@ -111,7 +150,7 @@ impl MoriTestPlane {
             world::faults(spec);
         }
         let config = setup.config.clone();
-        let by_card = config.backend == MoriBackend::Rdma && !is_installed();
+        let by_card = config.backend == MoriBackend::Rdma && has_ports();
         let plane = match setup.mixed {
             true => {
                 world::nodes();

@@ -7,7 +7,7 @@ use kvferry_engine::fabric::{
     Completion, DataEvent, DataPlane, Direction, FabricError, Landed, Memory, OpId, PeerId,
     QuiesceTicket, RegionDesc, RegionId, SessionId, Submit,
 };
-use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane};
+use kvferry_fabric_mori::{MoriBackend, MoriConfig, MoriMixedPlane, MoriPlane, PortCommand};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{CString, c_char, c_int};
 use std::path::Path;
@@ -34,6 +34,10 @@ fn stand_in(name: &str, call: impl FnOnce(&Library)) {
 
 /// Says what goes wrong from here on; see `mori_double`.
 pub(crate) fn faults(spec: &str) {
+    if super::is_installed() {
+        // MoRI has no faults on demand; not to want any is fine.
+        return assert!(spec.is_empty(), "only the stand-in has the fault {spec}");
+    }
     let spec = CString::new(spec).expect("plain text");
     stand_in("mori_double_faults", |library| {
         // SAFETY: As the stand-in declares it.
@@ -48,6 +52,13 @@ pub(crate) fn faults(spec: &str) {
 
 /// Takes the network card's port of this process down, or up again.
 pub(crate) fn port(up: bool) {
+    if let Some(command) = PortCommand::of_environment() {
+        return command.set(std::process::id(), up).unwrap_or_else(|why| panic!("{why}"));
+    }
+    assert!(
+        !super::is_installed(),
+        "KVFERRY_PORT_COMMAND is not set: nothing takes MoRI's port down"
+    );
     stand_in("mori_double_port", |library| {
         // SAFETY: As the stand-in declares it.
         unsafe {
@@ -87,9 +98,9 @@ impl MoriTestWorld {
     /// The same with planes of any kind.
     pub(crate) fn of(planes: usize, setup: impl Fn(usize) -> MoriTestSetup) -> MoriTestWorld {
         let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        port(true);
         let locals: Vec<_> = (0..planes).map(|n| MoriTestPlane::new(&setup(n))).collect();
         faults("");
-        port(true);
         let seen = vec![Vec::new(); planes];
         let mut world = MoriTestWorld {
             locals,

@@ -44,3 +44,9 @@ fn rdma_between_processes_conforms() {
 fn xgmi_between_processes_conforms() {
     data_plane(&mut || Box::new(apart(MoriBackend::Xgmi)));
 }
+
+/// The check of flaps as it runs over MoRI itself.
+#[test]
+fn a_command_takes_the_port_down_and_up() {
+    common::again_with_a_port_command("rdma_conforms", 10);
+}

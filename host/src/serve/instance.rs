@@ -2,7 +2,7 @@
 //! steps it plays.
 
 use super::kv_content::InstanceKv as Memory;
-use super::metrics::InstanceMetrics;
+use super::metrics::{CauseLabels, InstanceMetrics};
 use super::openai;
 use crate::instance::{FailureNotice, TransferLog, log_refusal, log_router, log_violation};
 use actix::{Addr, Context, Handler, Message};
@@ -270,7 +270,10 @@ impl InstanceServer {
             // Only a router that relays a prefill's answer says so.
             LegEvent::Prefilled { .. } => return,
             LegEvent::Done { reason: FinishReason::Length | FinishReason::Stop, recomputed } => {
-                metrics.recomputed.inc_by(u64::from(recomputed.is_some()));
+                if let Some(failure) = &recomputed {
+                    let cause = failure.kind();
+                    metrics.recomputed.get_or_create(&CauseLabels { cause }).inc();
+                }
                 let transferred = leg.digest.is_some();
                 let which = if transferred { &metrics.transferred } else { &metrics.computed };
                 which.inc();

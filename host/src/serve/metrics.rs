@@ -1,9 +1,16 @@
 //! What an instance counts, in the format of Prometheus.
 
 use crate::instance::{CounterSource, CutCollector, InputCollector, InstanceTrust, PlaneCollector};
+use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub(super) struct CauseLabels {
+    pub(super) cause: &'static str,
+}
 
 /// All metrics of the actor; clones share them.
 #[derive(Clone, Debug, Default)]
@@ -13,7 +20,7 @@ pub(super) struct InstanceMetrics {
     pub(super) failed: Counter,
     pub(super) transferred: Counter,
     pub(super) computed: Counter,
-    pub(super) recomputed: Counter,
+    pub(super) recomputed: Family<CauseLabels, Counter>,
     pub(super) flows: Counter,
     pub(super) violations: Counter,
     pub(super) faults: Counter,
@@ -38,7 +45,6 @@ impl InstanceMetrics {
             ("legs_failed", "Legs that did not", &metrics.failed),
             ("kv_transferred", "Legs whose KV was transferred", &metrics.transferred),
             ("kv_computed", "Legs whose KV was computed here", &metrics.computed),
-            ("kv_recomputed", "Legs whose KV did not arrive", &metrics.recomputed),
             ("flows", "Transfers that this instance moves", &metrics.flows),
             ("violations", "Frames that broke the protocol", &metrics.violations),
             ("faults", "Broken promises of the protocol core", &metrics.faults),
@@ -52,6 +58,8 @@ impl InstanceMetrics {
         for (name, about, counter) in counters {
             registry.register(name, about, counter.clone());
         }
+        let about = "Legs whose KV did not arrive, by cause";
+        registry.register("kv_recomputed", about, metrics.recomputed.clone());
         registry.register("legs_open", "Legs that have not ended", metrics.open.clone());
         let about = "KV blocks in use or in quarantine";
         registry.register("blocks_held", about, metrics.held.clone());

@@ -8,6 +8,7 @@ use kvferry_sim::world::{
 };
 use serde::Serialize;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 
 /// The result of one run, as it is printed in JSON.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -91,6 +92,9 @@ pub(crate) struct RunOutcome {
     /// Faults and invariants that this fabric cannot inject or check, and why.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) skipped: Vec<String>,
+    /// Folder with the logs of the processes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) logs: Option<PathBuf>,
     /// The command that runs it again.
     pub(crate) repeat: String,
 }

@@ -57,6 +57,10 @@ pub(crate) struct RunArgs {
     /// or by ROCm's MoRI-IO
     #[arg(long, default_value = "sim", conflicts_with_all = ["actors", "record", "html"])]
     pub(crate) fabric: RunFabricArg,
+    /// Folder for the logs of the processes; without it one among temporary files, which is kept
+    /// and named if a request failed or was recomputed
+    #[arg(long, value_name = "DIR")]
+    pub(crate) logs: Option<PathBuf>,
 }
 
 /// A factor of bandwidths.
@@ -146,7 +150,9 @@ fn one(
     if let Some(fabric) = processes {
         let trace = args.workload_trace.as_deref();
         let seed = seeds[0];
-        return Ok(vec![ClusterRun { source, scenario: &scenario, seed, trace, fabric }.run()?]);
+        let logs = args.logs.as_deref();
+        let run = ClusterRun { source, scenario: &scenario, seed, trace, fabric, logs };
+        return Ok(vec![run.run()?]);
     }
     let again = if args.actors { RerunPolicy::Always } else { RerunPolicy::IfCheap };
     let mut outcomes = Vec::with_capacity(seeds.len());
@@ -203,6 +209,7 @@ fn print(outcomes: &[RunOutcome], out: &mut dyn Write) -> Result<(), CommandErro
     }
     for outcome in outcomes {
         write!(out, "{}", table::skipped(outcome))?;
+        write!(out, "{}", table::logs(outcome))?;
         write!(out, "{}", table::trouble(outcome, usize::MAX))?;
     }
     if outcomes.len() > 1 {

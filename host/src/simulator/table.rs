@@ -111,6 +111,17 @@ pub(crate) fn skipped(outcome: &RunOutcome) -> String {
     lines.map(|what| format!("{}: skipped: {what}\n", outcome.scenario)).collect()
 }
 
+/// Where the logs of the processes are, and what they explain; empty if there are none.
+pub(crate) fn logs(outcome: &RunOutcome) -> String {
+    let Some(folder) = &outcome.logs else { return String::new() };
+    let recomputed = caused(outcome.recomputed, &outcome.recomputed_causes);
+    let RunOutcome { scenario, failed, .. } = outcome;
+    let folder = folder.display();
+    format!(
+        "{scenario}: failed {failed}, recomputed {recomputed}; logs of the processes: {folder}\n"
+    )
+}
+
 /// What went wrong in a run, in at most `most` lines, and how to see it again; empty if nothing
 /// did.
 pub(crate) fn trouble(outcome: &RunOutcome, most: usize) -> String {

@@ -97,7 +97,10 @@ fn with_recompute_the_pair_is_passed_over() {
     let count = recomputed(&cut, 40, &[]);
     assert!((1..=2).contains(&count), "{count} of 40 went without their KV");
     assert_eq!(cut.fleet.metric(&heard("LegRecomputedApart")), u64::from(count));
-    assert_eq!(metric(&cut.d2, "kvferry_kv_recomputed_total"), u64::from(count));
+    assert_eq!(
+        metric(&cut.d2, "kvferry_kv_recomputed_total{cause=\"unreachable\"}"),
+        u64::from(count)
+    );
     assert!(!cut.fleet.workers().iter().any(|it| cut.is_suspect(it)));
 }
 

@@ -4,48 +4,61 @@ use super::ClusterFiles;
 use super::client::ClusterClient;
 use crate::process::{CommandError, name, this_program};
 use crate::simulator::outcome::RunOutcome;
+use kvferry_fabric_mori::PortCommand;
 use kvferry_scenarios::Run;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use std::ffi::OsString;
-use std::io::{self, BufRead, BufReader};
+use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
+
+/// Lines of a log that the error of a process which does not start has.
+const LOG_LINES: usize = 10;
 
 /// One process; killed when it is dropped.
 pub(super) struct ClusterProcess {
     /// Name of the instance, or `router`.
     pub(super) name: String,
     args: Vec<OsString>,
+    /// What it writes to stderr, over all its lives.
+    log: PathBuf,
     child: Child,
     ready: Value,
     pub(super) paused: bool,
-    /// By which the stand-in for MoRI is told that its port is down.
-    port: Option<PathBuf>,
+    /// Takes its port up again, which is down.
+    port: Option<PortCommand>,
     /// Lost its state by a fault, so that what it held is not asked for.
     pub(super) alive: bool,
 }
 
 impl ClusterProcess {
-    fn start(name: &str, args: Vec<OsString>) -> Result<ClusterProcess, CommandError> {
+    fn start(name: &str, args: Vec<OsString>, logs: &Path) -> Result<ClusterProcess, CommandError> {
         let failed = |why: String| CommandError::Input(format!("cannot start {name}: {why}"));
+        let log = logs.join(format!("{name}.log"));
+        let file = OpenOptions::new().append(true).create(true).open(&log);
+        let file = file.map_err(|why| failed(format!("{}: {why}", log.display())))?;
         let mut program = this_program().map_err(|why| failed(why.to_string()))?;
         let mut child = program
             .args(&args)
-            .args(["--log-level", "error"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::inherit())
+            .stderr(file)
             .spawn()
             .map_err(|why| failed(why.to_string()))?;
         let mut line = String::new();
         let out = child.stdout.take().expect("it was piped");
-        // A process that cannot start says so on stderr and ends, which ends its output.
+        // A process that cannot start logs why and ends, which ends its output.
         BufReader::new(out).read_line(&mut line)?;
         let ready = serde_json::from_str(&line);
-        let ready = ready.map_err(|_| failed("it ended at once; it said why above".into()));
+        let ready = ready.map_err(|_| {
+            // Nothing is added to the log behind the end.
+            let _ = child.wait();
+            failed(format!("it ended at once; the end of its log:\n{}\n", last_lines(&log)))
+        });
         let (name, paused, port, alive) = (name.to_string(), false, None, true);
-        Ok(ClusterProcess { name, args, child, ready: ready?, paused, port, alive })
+        Ok(ClusterProcess { name, args, log, child, ready: ready?, paused, port, alive })
     }
 
     /// What it said of itself when it was ready.
@@ -73,18 +86,18 @@ impl ClusterProcess {
         self.signal(Signal::CONT);
     }
 
-    /// Takes the port of all its ranks down, for the stand-in for MoRI that looks into this folder.
-    pub(super) fn port_down(&mut self, folder: &Path) -> io::Result<()> {
-        let file = folder.join(self.child.id().to_string());
-        std::fs::write(&file, "")?;
-        self.port = Some(file);
-        Ok(())
+    /// Takes the port of all its ranks down; it stays up where the command fails.
+    pub(super) fn port_down(&mut self, command: PortCommand) {
+        match command.set(self.child.id(), false) {
+            Ok(()) => self.port = Some(command),
+            Err(why) => tracing::error!(target = self.name, %why, "the port stays up"),
+        }
     }
 
     pub(super) fn port_up(&mut self) {
-        if let Some(file) = self.port.take() {
-            // Where the folder is gone the port is up.
-            let _ = std::fs::remove_file(file);
+        let Some(command) = self.port.take() else { return };
+        if let Err(why) = command.set(self.child.id(), true) {
+            tracing::error!(target = self.name, %why, "the port stays down");
         }
     }
 
@@ -111,11 +124,20 @@ impl ClusterProcess {
         // Not among the notes of what the user deploys.
         let state = std::env::temp_dir().join("kvferry-fleet");
         args.extend(["--state".into(), state.into_os_string()]);
-        let mut fresh = ClusterProcess::start(&self.name, args)?;
+        let logs = self.log.parent().unwrap_or(Path::new(""));
+        let mut fresh = ClusterProcess::start(&self.name, args, logs)?;
         fresh.args = std::mem::take(&mut self.args);
         *self = fresh;
         Ok(())
     }
+}
+
+/// The last lines of a log.
+fn last_lines(log: &Path) -> String {
+    let text = std::fs::read(log).unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(LOG_LINES)..].join("\n")
 }
 
 impl Drop for ClusterProcess {
@@ -137,13 +159,14 @@ impl LocalCluster {
         run: &Run,
         files: &ClusterFiles,
         seed: u64,
+        logs: &Path,
     ) -> Result<LocalCluster, CommandError> {
         let text = |words: &[&str]| words.iter().map(OsString::from).collect::<Vec<_>>();
         let expiry = format!("{}", run.router.config.expiry.0 as f64 / 1e9);
         let any = "127.0.0.1:0";
         let mut router = text(&["router", "--json", "--listen", any, "--discovery", any]);
         router.extend(text(&["--admin-addr", any, "--expiry", &expiry]));
-        let router = ClusterProcess::start("router", router)?;
+        let router = ClusterProcess::start("router", router, logs)?;
         let proxy = router.ready("discovery")?.trim_start_matches("tcp://").to_string();
         let seed = seed.to_string();
         let mut instances = Vec::with_capacity(run.instances.len());
@@ -155,7 +178,7 @@ impl LocalCluster {
             if let Some(trace) = &files.trace {
                 args.extend(["--workload-trace".into(), trace.clone().into()]);
             }
-            instances.push(ClusterProcess::start(&instance.name, args)?);
+            instances.push(ClusterProcess::start(&instance.name, args, logs)?);
         }
         Ok(LocalCluster { router, instances })
     }
@@ -176,8 +199,10 @@ impl LocalCluster {
             let Ok(http) = process.ready("http") else { continue };
             let Some(metrics) = client.metrics(http).await else { continue };
             outcome.bytes_moved += metrics.sum("kvferry_host_bytes_total{side=\"initiated\"");
-            let computed = metrics.sum("kvferry_kv_recomputed_total");
-            outcome.recomputed += computed;
+            for (cause, count) in metrics.by_cause("kvferry_kv_recomputed_total") {
+                outcome.recomputed += count;
+                *outcome.recomputed_causes.entry(cause.into()).or_default() += count;
+            }
         }
     }
 }

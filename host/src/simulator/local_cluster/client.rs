@@ -37,6 +37,15 @@ impl MetricsPage {
         let lines = self.0.lines().filter(|line| line.starts_with(begin));
         lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok()).sum()
     }
+
+    /// Values of a metric by its label `cause`, which is its only one.
+    pub(super) fn by_cause<'a>(&'a self, name: &str) -> impl Iterator<Item = (&'a str, u64)> {
+        let begin = format!("{name}{{cause=\"");
+        self.0.lines().filter_map(move |line| {
+            let (cause, value) = line.strip_prefix(&begin)?.split_once("\"} ")?;
+            Some((cause, value.parse().ok()?))
+        })
+    }
 }
 
 /// A pool of connections to the router and to instances.

@@ -2,25 +2,21 @@
 
 use super::child::{ClusterProcess, LocalCluster};
 use super::client::ClusterClient;
+use kvferry_fabric_mori::PortCommand;
 use kvferry_scenarios::run::{FaultTrigger, InjectedFault, WorkloadRequest};
 use kvferry_scenarios::{FaultKind, Run, TriggerEvent};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// How often counters are looked at for faults that wait for an event.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// Names the folder by which the stand-in for MoRI is told whose port is down: of the processes
-/// that it has files of, named by their ids.
-const PORTS: &str = "MORI_DOUBLE_PORTS";
-
 /// What is done to a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 enum ProcessFault {
     Crash,
     Restart,
     Pause,
-    Port,
+    Port(PortCommand),
 }
 
 /// What a fault waits for.
@@ -76,10 +72,13 @@ fn injection(fault: &InjectedFault) -> Result<Injection, &'static str> {
         FaultKind::Crash => ProcessFault::Crash,
         FaultKind::Restart => ProcessFault::Restart,
         FaultKind::Pause => ProcessFault::Pause,
-        FaultKind::PortDown if std::env::var_os(PORTS).is_some() => ProcessFault::Port,
-        FaultKind::PortDown => {
-            return Err("only the stand-in for MoRI has such ports: MORI_DOUBLE_PORTS");
-        }
+        FaultKind::PortDown => match PortCommand::of_environment() {
+            Some(command) => ProcessFault::Port(command),
+            None => {
+                return Err("no command takes a port down: set KVFERRY_PORT_COMMAND, such as to \
+                            `ip link set eth1`");
+            }
+        },
         _ => return Err("this fabric cannot inject it"),
     };
     let when = match &fault.trigger {
@@ -135,12 +134,12 @@ pub(super) async fn inject(
             }
             for index in targets(&injection, fleet) {
                 let process = &mut fleet.instances[index];
-                strike(process, injection.fault);
+                strike(process, &injection.fault);
                 tracing::info!(fault = injection.name, target = process.name, "injected");
                 if let (Some(lasts), true) =
                     (injection.lasts, injection.fault != ProcessFault::Crash)
                 {
-                    healing.push((Instant::now() + lasts, index, injection.fault));
+                    healing.push((Instant::now() + lasts, index, injection.fault.clone()));
                 }
             }
         }
@@ -149,7 +148,7 @@ pub(super) async fn inject(
         healing.retain(|(at, index, deed)| {
             let due = *at <= now;
             if due {
-                heal(&mut fleet.instances[*index], *deed);
+                heal(&mut fleet.instances[*index], deed);
             }
             !due
         });
@@ -157,27 +156,19 @@ pub(super) async fn inject(
     }
 }
 
-fn strike(process: &mut ClusterProcess, deed: ProcessFault) {
+fn strike(process: &mut ClusterProcess, deed: &ProcessFault) {
     match deed {
         ProcessFault::Pause => process.pause(),
         ProcessFault::Crash | ProcessFault::Restart => process.crash(),
-        ProcessFault::Port => port_down(process),
+        ProcessFault::Port(command) => process.port_down(command.clone()),
     }
 }
 
-/// Takes its port down; it stays up where that cannot be told.
-fn port_down(process: &mut ClusterProcess) {
-    let folder = PathBuf::from(std::env::var_os(PORTS).unwrap_or_default());
-    if let Err(why) = process.port_down(&folder) {
-        tracing::error!(folder = %folder.display(), %why, "the port stays up");
-    }
-}
-
-fn heal(process: &mut ClusterProcess, deed: ProcessFault) {
+fn heal(process: &mut ClusterProcess, deed: &ProcessFault) {
     match deed {
         ProcessFault::Pause => process.resume(),
         ProcessFault::Crash => {}
-        ProcessFault::Port => process.port_up(),
+        ProcessFault::Port(_) => process.port_up(),
         ProcessFault::Restart => {
             if let Err(why) = process.restart() {
                 tracing::error!(target = process.name, %why, "does not start again");

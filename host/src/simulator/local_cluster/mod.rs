@@ -9,6 +9,7 @@ mod check;
 mod child;
 mod client;
 mod faults;
+mod logs;
 
 use crate::instance::FabricArg;
 use crate::process::{CommandError, name};
@@ -20,6 +21,7 @@ use client::{ClusterClient, RequestOutcome};
 use faults::InjectionPlan;
 use kvferry_scenarios::{Run, Scenario};
 use kvferry_sim::world::RunVerdict;
+use logs::ClusterLogs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,6 +42,9 @@ pub(crate) struct ClusterRun<'a> {
     pub(crate) trace: Option<&'a Path>,
     /// By what instances move bytes.
     pub(crate) fabric: FabricArg,
+    /// Folder for the logs of the processes; without it one that is kept if a request failed or
+    /// was recomputed.
+    pub(crate) logs: Option<&'a Path>,
 }
 
 impl ClusterRun<'_> {
@@ -68,9 +73,14 @@ impl ClusterRun<'_> {
         let started = Instant::now();
         let (trace, fabric) = (self.trace.map(Path::to_path_buf), self.fabric);
         let files = ClusterFiles { scenario: path.clone(), trace, fabric };
-        runtime.block_on(play(&run, &files, self.seed, &mut outcome))?;
+        let logs = ClusterLogs::new(self.logs)?;
+        let played = runtime.block_on(play(&run, &files, self.seed, &logs, &mut outcome));
+        if let Err(why) = played {
+            return Err(logs.explain(why));
+        }
         outcome.wall_seconds = started.elapsed().as_secs_f64();
         outcome.judge(run.expect.exit);
+        outcome.logs = logs.end(&outcome);
         Ok(outcome)
     }
 }
@@ -86,11 +96,12 @@ async fn play(
     run: &Arc<Run>,
     files: &ClusterFiles,
     seed: u64,
+    logs: &ClusterLogs,
     outcome: &mut RunOutcome,
 ) -> Result<(), CommandError> {
     let plan = InjectionPlan::new(run);
     outcome.skipped = plan.skipped.clone();
-    let mut fleet = LocalCluster::start(run, files, seed)?;
+    let mut fleet = LocalCluster::start(run, files, seed, logs.folder())?;
     let (http, admin) = (fleet.router.ready("http")?, fleet.router.ready("admin")?);
     let client = Arc::new(ClusterClient::new(http, admin));
     let limit = run.expect.within.map_or(WITHIN, |within| {

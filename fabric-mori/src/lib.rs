@@ -47,7 +47,10 @@ pub use config::{MoriBackend, MoriConfig};
 pub use counters::MoriCounters;
 pub use device::{DeviceEvent, DeviceEvents, DeviceMemory};
 pub use mixed::MoriMixedPlane;
-pub use mori_sys::{CompiledShim, Shim, ShimSearchPath, ShimUnavailable, timeouts_set};
+pub use mori_sys::{
+    CompiledShim, MoriInstallation, MoriSearchError, Shim, ShimSearchPath, ShimUnavailable,
+    installed, timeouts_set,
+};
 pub use plane::{MoriCounterReader, MoriError, MoriPlane};
 pub use port_command::PortCommand;
 pub use process::last_error_pipe;

@@ -49,6 +49,7 @@ pub fn look(config: &MoriConfig, roots: &PreflightRoots) -> Vec<Finding> {
     let mut findings = vec![gpu(&roots.dev)];
     if config.backend == MoriBackend::Rdma {
         findings.push(ports(&roots.sys, &std::env::var(DEVICES).unwrap_or_default()));
+        findings.extend(messages(config, &roots.sys));
         findings.push(memlock(memlock_limit()));
     }
     findings.push(address(&config.host));
@@ -154,7 +155,8 @@ fn ports(sys: &Path, devices: &str) -> Finding {
             return lacking(
                 NAME,
                 format!("{device} has no PCI address; MoRI loops for ever over such a device"),
-                "rdma link delete NAME, or leave it out by MORI_RDMA_DEVICES=^NAME",
+                "leave it out by MORI_RDMA_DEVICES=^NAME, or end what has it open (each plane over MoRI \
+                 has) and then rdma link delete NAME, which waits for that",
             );
         }
         for port in names(&at.join("ports")) {
@@ -175,6 +177,53 @@ fn ports(sys: &Path, devices: &str) -> Finding {
          the backend mori-xgmi inside one host",
     )
 }
+
+/// Bytes that one operation has at most, unless `operations.operation_bytes_max` is set.
+const OPERATION: u32 = 16 << 20;
+
+/// The longest message of the cards' ports, below which MoRI refuses what it has merged of an
+/// operation unless it splits it. None if libibverbs does not tell.
+fn messages(config: &MoriConfig, sys: &Path) -> Option<Finding> {
+    let devices = std::env::var(DEVICES).unwrap_or_default();
+    shortest(config.chunking, sys, &devices, mori_sys::message_max)
+}
+
+/// Warns, where the settings call for it, of what [`look`] finds and no plane is refused for.
+pub(crate) fn warn(config: &MoriConfig) {
+    if !config.devices || config.backend != MoriBackend::Rdma {
+        return;
+    }
+    let found = messages(config, &PreflightRoots::default().sys);
+    if let Some(Finding { check, found, remedy: Some(remedy), .. }) = found {
+        tracing::warn!(check, "{found}; to do: {remedy}");
+    }
+}
+
+fn shortest(
+    chunking: bool,
+    sys: &Path,
+    devices: &str,
+    message_max: impl Fn(&str, u8) -> Option<u32>,
+) -> Option<Finding> {
+    let folder = sys.join("class/infiniband");
+    let taken = names(&folder).into_iter().filter(|device| is_taken(device, devices));
+    let ports = taken.flat_map(|device| {
+        let ports = names(&folder.join(&device).join("ports"));
+        ports.into_iter().filter_map(move |port| Some((device.clone(), port.parse().ok()?)))
+    });
+    let lengths = ports.filter_map(|(device, port)| Some((message_max(&device, port)?, device)));
+    let (bytes, device) = lengths.min()?;
+    let found = format!("{device} sends messages of at most {bytes} bytes");
+    if bytes >= OPERATION || chunking {
+        return Some(fine(MESSAGES, found));
+    }
+    let found = format!("{found}; MoRI refuses longer ranges, and merges those of an operation");
+    let remedy = "set chunking to true in mori, or operations.operation_bytes_max to no more, in \
+                  kv_connector_extra_config";
+    Some(Finding { fatal: false, ..lacking(MESSAGES, found, remedy) })
+}
+
+const MESSAGES: &str = "mori-message-max";
 
 /// What to do about a limit of locked memory.
 pub const MEMLOCK: &str = "ulimit -l unlimited before the servers start (docker: --ulimit \
@@ -273,11 +322,38 @@ mod tests {
         let tree = Tree::new("soft", &[(&format!("{AT}/ports/1/state"), "4: ACTIVE\n")]);
         tree.device("rxe0", AT);
         for taken in ["", "rxe0", " mlx5_0, rxe0", "^mlx5_0", "^"] {
-            assert!(ports(&tree.0, taken).found.contains("loops for ever"), "{taken}");
+            let finding = ports(&tree.0, taken);
+            assert!(finding.found.contains("loops for ever"), "{taken}");
+            // Deleting the device hangs while a process has it open.
+            let remedy = finding.remedy.expect("it is refused");
+            assert!(remedy.starts_with("leave it out") && remedy.contains("waits"), "{remedy}");
         }
         for left_out in ["^rxe0", "^mlx5_0,rxe0", "mlx5_0"] {
             assert!(ports(&tree.0, left_out).found.ends_with("no device"), "{left_out}");
         }
+    }
+
+    #[test]
+    fn a_card_of_short_messages_needs_chunking() {
+        const PORT: &str = "devices/pci0000:c0/0000:c1:00.0/infiniband/rxe0/ports/1/state";
+        let tree = Tree::new("short", &[(PORT, "4: ACTIVE\n")]);
+        tree.device("rxe0", "devices/pci0000:c0/0000:c1:00.0/infiniband/rxe0");
+        let look = |bytes, chunking| {
+            shortest(chunking, &tree.0, "", |device, port| {
+                assert_eq!((device, port), ("rxe0", 1));
+                bytes
+            })
+        };
+        let short = look(Some(8 << 20), false).expect("it is told");
+        assert!(
+            short.found.starts_with("rxe0 sends messages of at most 8388608 bytes"),
+            "{short:?}"
+        );
+        assert!(short.remedy.is_some_and(|text| text.contains("chunking")) && !short.fatal);
+        for fine in [look(Some(8 << 20), true), look(Some(1 << 30), false)] {
+            assert_eq!(fine.expect("it is told").remedy, None);
+        }
+        assert_eq!(look(None, false), None);
     }
 
     #[test]

@@ -16,7 +16,7 @@
 //! | `MORI_DOUBLE_RETRY_MS` | how long a peer that does not answer is asked; unset: for ever |
 //! | `MORI_DOUBLE_BACKEND_MS`, `MORI_DOUBLE_PAIR_MS` | how long it takes to make an RDMA backend, and either end of a queue pair; 0 |
 //! | `MORI_DOUBLE_START=hang`, `crash` | a backend is never made, or the process crashes in it |
-//! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request, 1 GiB |
+//! | `MORI_DOUBLE_MESSAGE_MAX` | bytes of a work request: 1 GiB unless it is set; software RDMA has 8388608 |
 //! | `MORI_DOUBLE_NO_NIC=1`, `mori_double_port(up)` | no RDMA device is active: no backend is made, and what is under way fails |
 //! | `MORI_DOUBLE_PORTS` | a folder; the same while it has a file of the name of the process's id, which [`PORT_COMMAND`] makes and removes |
 //! | `mori_double_nodes(spec)`, `MORI_DOUBLE_NODES` | `prefix=node;prefix=node`: engines whose key begins like this are of that node, whatever `MORI_NODE_ID` says |

@@ -142,6 +142,7 @@ mod stand_in {
         fault_throw
         latencies_overlap
         load
+        messages_of_software_rdma
         more_elements_than_memory
         no_nic
         routes

@@ -10,12 +10,15 @@ mod load;
 mod search_path;
 mod shim_cache;
 mod timeouts;
+mod verbs;
 
 pub use abi::{
     Backend, Code, Direction, Engine, Functions, Info, Kind, Location, MORI_ABI, Memory, Rdma,
     Session, Text,
 };
+pub use kvferry_mori_build::{MoriInstallation, MoriSearchError};
 pub use load::{Shim, ShimInfo};
 pub use search_path::{ShimLoadFailure, ShimOrigin, ShimSearchPath, ShimUnavailable};
-pub use shim_cache::{CompiledShim, ShimCache};
+pub use shim_cache::{CompiledShim, ShimCache, installed};
 pub use timeouts::{set_timeouts, timeouts_set};
+pub use verbs::message_max;

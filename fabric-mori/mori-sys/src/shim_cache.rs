@@ -1,6 +1,8 @@
 //! Shims that this machine's own compiler has made, one for each MoRI, kept for the next process.
 
-use kvferry_mori_build::{MoriInstallation, SHIM_FILE, compile, search, sources_digest};
+use kvferry_mori_build::{
+    MoriInstallation, MoriSearchError, SHIM_FILE, compile, search, sources_digest,
+};
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::retry_on_intr;
 use rustix::process::geteuid;
@@ -106,11 +108,18 @@ impl ShimCache {
     }
 }
 
+/// The MoRI that the process finds by its variables and its Python; it is not loaded.
+///
+/// # Errors
+/// Where it was looked for, or why the one that was found will not do.
+pub fn installed() -> Result<MoriInstallation, MoriSearchError> {
+    search(&|name| std::env::var_os(name))
+}
+
 /// The shim of the process, for the MoRI that it finds; `anew` whether or not there is one.
 pub(crate) fn of_process(anew: bool) -> Result<CompiledShim, String> {
-    let env = |name: &str| std::env::var_os(name);
-    let mori = search(&env).map_err(|why| why.to_string())?;
-    let cache = ShimCache::of(&env)?;
+    let mori = installed().map_err(|why| why.to_string())?;
+    let cache = ShimCache::of(&|name| std::env::var_os(name))?;
     if anew { cache.compile(&mori) } else { cache.shim(&mori) }
 }
 

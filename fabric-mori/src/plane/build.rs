@@ -99,6 +99,7 @@ impl MoriPlane {
         trust.map_err(|why| MoriError::Config(why.to_string()))?.announce();
         let proof = FleetProof::open(secret_file).map_err(MoriError::Config)?;
         preflight::check(&config).map_err(MoriError::Preflight)?;
+        preflight::warn(&config);
         install_last_error(&shim);
         let ms = |ms: u32| Duration::from_millis(ms.into());
         mori_sys::set_timeouts(ms(config.open_ms), ms(config.operation_ms));

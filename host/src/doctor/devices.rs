@@ -1,13 +1,14 @@
 //! NICs with RDMA, MoRI and GPUs, which only the backends of MoRI use.
 
+use super::peer::in_one_line;
 use super::{Check, SystemRoots, line};
-use kvferry_fabric_mori::MoriConfig;
 use kvferry_fabric_mori::preflight::{self, names};
-use std::env;
+use kvferry_fabric_mori::{MoriConfig, MoriInstallation, MoriSearchError};
 use std::fs::OpenOptions;
 use std::path::{Path, PathBuf};
 
 const RDMA: &str = "rdma";
+const MORI: &str = "mori";
 const AMD_GPU: &str = "amd-gpu";
 
 fn devices(sys: &Path) -> PathBuf {
@@ -61,27 +62,17 @@ pub(super) fn rdma(roots: &SystemRoots) -> Check {
     Check::ok(RDMA, found)
 }
 
-/// Where libraries usually are.
-pub(super) fn library_folders() -> Vec<PathBuf> {
-    let path = env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let usual = ["/opt/rocm/lib", "/usr/local/lib", "/usr/lib", "/usr/lib64", "/lib"];
-    let more = ["/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu"];
-    let usual = usual.into_iter().chain(more).map(PathBuf::from);
-    env::split_paths(&path).filter(|path| !path.as_os_str().is_empty()).chain(usual).collect()
-}
-
-/// MoRI's libraries. A Python environment may have its own.
-pub(super) fn mori(folders: &[PathBuf]) -> Check {
-    let is_mori = |name: &String| name.starts_with("libmori") && name.contains(".so");
-    let found = folders.iter().find_map(|folder| {
-        let name = names(folder).into_iter().find(is_mori)?;
-        Some(folder.join(name))
-    });
-    let found = match found {
-        Some(path) => format!("{} is there", path.display()),
-        None => "no libmori*.so in LD_LIBRARY_PATH, /opt/rocm/lib and the usual folders".into(),
-    };
-    Check::ok("mori", format!("{found}; --fabric mori tries it"))
+/// The MoRI that a plane would load, which is found by variables or as a Python package.
+pub(super) fn mori(installed: Result<MoriInstallation, MoriSearchError>) -> Check {
+    match installed {
+        Ok(found) => Check::ok(MORI, format!("{found}; --fabric mori tries it")),
+        Err(why) if why.is_nowhere() => {
+            let found = "no MoRI by MORI_INCLUDE_DIR and MORI_LIB_DIR, by MORI_HOME, or as a package of \
+                MORI_PYTHON or python3; only MoRI's backends need one";
+            Check::ok(MORI, found)
+        }
+        Err(why) => Check::warn(MORI, in_one_line(&why.to_string()), "correct what it says"),
+    }
 }
 
 /// What MoRI is seen to lack, in the order in which a plane over it would miss it. Whether it
@@ -150,13 +141,15 @@ mod tests {
     }
 
     #[test]
-    fn a_library_of_mori_is_found() {
-        let tree = TempTree::new("mori", &[("lib/libmori_io.so", ""), ("other/libc.so", "")]);
-        let folders = [tree.0.join("other"), tree.0.join("none"), tree.0.join("lib")];
-        let check = mori(&folders);
-        assert!(check.found.contains("lib/libmori_io.so is there"), "{check:?}");
-        assert!(mori(&folders[..2]).found.starts_with("no libmori*.so"));
-        assert!(check.found.contains("--fabric mori"));
+    fn the_mori_that_is_told_of_is_the_one_that_would_be_loaded() {
+        let [_, newest] = mori_double::INSTALLS;
+        let found = mori(MoriInstallation::explicit(newest.include, newest.lib));
+        assert!(found.found.contains("libmori_io.so, found given, build-id:"), "{found:?}");
+        let none = mori(Err(MoriSearchError::Nowhere { tried: Vec::new() }));
+        assert_eq!(none.status, CheckStatus::Ok);
+        assert!(none.found.starts_with("no MoRI by MORI_INCLUDE_DIR"), "{none:?}");
+        let half = MoriSearchError::Unpaired { set: "MORI_LIB_DIR", unset: "MORI_INCLUDE_DIR" };
+        assert_eq!(mori(Err(half)).status, CheckStatus::Warn);
     }
 
     #[test]

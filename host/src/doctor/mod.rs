@@ -270,7 +270,7 @@ fn checks(args: &DoctorArgs, plan: &MoriConfig, roots: &SystemRoots) -> Vec<Chec
     checks.push(local_socket::socket(&local_socket::SocketLocation::new(args.socket.as_deref())));
     checks.push(configuration(config));
     checks.push(devices::rdma(roots));
-    checks.push(devices::mori(&devices::library_folders()));
+    checks.push(devices::mori(kvferry_fabric_mori::installed()));
     checks.push(devices::amd_gpu(&roots.dev));
     if args.fabric == FabricArg::Mori {
         checks.extend(devices::mori_fabric(plan));

@@ -26,7 +26,12 @@ fn program(args: &[&str]) -> Command {
 
 #[test]
 fn bytes_are_moved_between_two_processes() {
-    let (code, checks) = doctor(program(&[]));
+    let mut command = program(&[]);
+    let home = Path::new(mori_double::INSTALLS[1].lib).parent().expect("a folder");
+    command.env_remove("MORI_INCLUDE_DIR").env_remove("MORI_LIB_DIR").env("MORI_HOME", home);
+    let (code, checks) = doctor(command);
+    let found = format!("MoRI at {}/lib/libmori_io.so, found by MORI_HOME", home.display());
+    expect(&checks, "mori", "ok", &found, None);
     expect(&checks, "mori-shim", "ok", mori_double::INSTALLS[1].shim, None);
     expect(&checks, RDMA, "ok", "1 MiB written in ", None);
     expect(&checks, RDMA, "ok", " ms between two processes, every byte compared", None);

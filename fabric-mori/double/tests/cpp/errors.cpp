@@ -51,6 +51,28 @@ CASE(sizes_beyond_a_work_request) {
   CHECK(has(merged.Message(), "exceeds local max_msg_sz 1073741824"));
 }
 
+// Neighbours are merged into one request, which is too long for it unless it is split.
+CASE(messages_of_software_rdma) {
+  constexpr size_t most = 8 << 20;
+  setenv("MORI_DOUBLE_MESSAGE_MAX", std::to_string(most).c_str(), 1);
+  for (bool chunking : {false, true}) {
+    RdmaBackendConfig config = quiet();
+    config.enableTransferChunking = chunking;
+    Joined two(config, 2 * most);
+    check_done(write(*two.session, 0, 0, most));
+    TransferStatus& status = new_status();
+    two.session->BatchWrite({0, most}, {0, most}, {most, 1}, &status, 1);
+    End end = end_of(status);
+    if (chunking) {
+      check_done(end);
+      CHECK_EQ(two.b.bytes[most], 1);
+    } else {
+      CHECK_EQ(end.code, StatusCode::ERR_INVALID_ARGS);
+      CHECK(has(end.text, "exceeds local max_msg_sz 8388608"));
+    }
+  }
+}
+
 // The sum of offset and size wraps, so MoRI lets it through and the NIC refuses it.
 static void wrapping(bool local) {
   Joined two(quiet(), 4096);

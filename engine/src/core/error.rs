@@ -221,7 +221,9 @@ impl fmt::Display for Failure {
             Failure::Refused(refused) => write!(f, "data plane refused: {refused}"),
             Failure::PeerSilent => f.write_str("peer does not answer"),
             Failure::PeerRestarted => f.write_str("peer restarted"),
-            Failure::Unreachable => f.write_str("peer cannot be reached"),
+            Failure::Unreachable => {
+                f.write_str("peer cannot be reached: it has channel.hello_ms to answer a hello")
+            }
             Failure::Mismatch(mismatch) => write!(f, "engines do not fit: {mismatch}"),
             Failure::HelloRefused(reason) => write!(f, "peer refused the hello: {reason}"),
             Failure::UnknownTransfer => f.write_str("prefill knows no such transfer"),

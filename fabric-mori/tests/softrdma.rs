@@ -1,6 +1,9 @@
 //! The script that sets up a host without a card: on this kernel, and with a kernel module and a
 //! tool that are played, but mounts that are real.
 
+// Says what it passes over.
+#![allow(clippy::print_stdout)]
+
 use kvferry_fabric_mori::preflight::{self, Finding, PreflightRoots};
 use kvferry_fabric_mori::{MoriBackend, MoriConfig};
 use libloading::{Library, Symbol};

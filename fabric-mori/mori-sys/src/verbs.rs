@@ -67,9 +67,10 @@ impl Verbs {
         // SAFETY: The library has put so many devices there.
         let devices =
             unsafe { std::slice::from_raw_parts(list, usize::try_from(count).unwrap_or(0)) };
-        // SAFETY: The name of a device is a text that ends with NUL.
         let is_it = |it: &&Device| {
-            unsafe { CStr::from_ptr((self.name)(**it)) }.to_bytes() == device.as_bytes()
+            // SAFETY: The name of a device is a text that ends with NUL.
+            let name = unsafe { CStr::from_ptr((self.name)(**it)) };
+            name.to_bytes() == device.as_bytes()
         };
         // SAFETY: The device is one of the list.
         let context =

@@ -5,7 +5,7 @@ use kvferry::sidecar::{
 };
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
+    ClaimId, FormerUse, PayloadClient, PayloadFailure, PayloadKey, PayloadStream, SlotId,
 };
 use kvferry_engine::fabric::Endpoint;
 use pyo3::exceptions::{PyConnectionError, PyPermissionError, PyTimeoutError, PyValueError};
@@ -26,7 +26,11 @@ fn key_of((from, to, request, chunk): KeyTuple) -> PayloadKey {
 }
 
 fn gone(why: io::Error) -> PyErr {
+    if why.get_ref().is_some_and(|inner| inner.is::<PyErr>()) {
+        return PyErr::from(why);
+    }
     match why.kind() {
+        ErrorKind::InvalidInput => PyValueError::new_err(why.to_string()),
         // It does not get better by itself.
         ErrorKind::PermissionDenied => PyPermissionError::new_err(why.to_string()),
         // It may go on, and what this process has of it is still its own.
@@ -44,14 +48,28 @@ fn failed(why: &PayloadFailure) -> (&'static str, String) {
     (why.kind(), why.to_string())
 }
 
+fn former(former: FormerUse) -> &'static str {
+    match former {
+        FormerUse::No => "no",
+        FormerUse::Perhaps => "perhaps",
+        FormerUse::Yes => "yes",
+    }
+}
+
+/// Ends a wait with the exception of a signal's handler, such as KeyboardInterrupt.
+fn signalled() -> io::Result<()> {
+    Python::attach(|py| py.check_signals())
+        .map_err(|why| io::Error::new(ErrorKind::Interrupted, why))
+}
+
 fn outcome(py: Python<'_>, outcome: PayloadOutcome) -> PyResult<Bound<'_, PyTuple>> {
     match outcome {
         Ok(ArrivedPayload { claim, offset, bytes, generation }) => {
             ("arrived", claim.0, offset, bytes, generation).into_pyobject(py)
         }
-        Err(why) => {
+        Err((why, of_former)) => {
             let (kind, text) = failed(&why);
-            ("missing", kind, text).into_pyobject(py)
+            ("missing", kind, text, former(of_former)).into_pyobject(py)
         }
     }
 }
@@ -75,16 +93,19 @@ impl PyPayloadLink {
 
 #[pymethods]
 impl PyPayloadLink {
-    /// Connects as a process of a stage.
+    /// Connects as a process of a stage. A host with a pool of another size than `pool_bytes` that
+    /// nobody uses ends, if a stage started it, and this raises ConnectionError.
     #[staticmethod]
+    #[pyo3(signature = (path, deployment, stage, pool_bytes = None))]
     fn connect(
         py: Python<'_>,
         path: PathBuf,
         deployment: &str,
         stage: &str,
+        pool_bytes: Option<u64>,
     ) -> PyResult<PyPayloadLink> {
-        let link = py.detach(|| PayloadLink::connect(&path, deployment, stage));
-        let link = link.map_err(|why| {
+        let link = py.detach(|| PayloadLink::connect_for(&path, (deployment, stage), pool_bytes));
+        let link = link.map(|link| link.with_pulse(signalled)).map_err(|why| {
             let said = format!("no kvferry host at {}: {why}", path.display());
             gone(io::Error::new(why.kind(), said))
         })?;
@@ -156,10 +177,21 @@ impl PyPayloadLink {
         }
     }
 
-    /// What was written into a slot is for so many receivers, each once.
-    #[pyo3(signature = (slot, key, receivers = 1))]
-    fn put(&self, py: Python<'_>, slot: u64, key: KeyTuple, receivers: u32) -> PyResult<()> {
-        py.detach(|| self.link.put(SlotId(slot), key_of(key), receivers)).map_err(gone)
+    /// What was written into a slot is for so many receivers, each once, as a chunk of the stream that
+    /// the key names if `is_chunk`. None if whoever asks from now on gets it; or the kind of the failure
+    /// and its text.
+    #[pyo3(signature = (slot, key, is_chunk, receivers = 1))]
+    fn put(
+        &self,
+        py: Python<'_>,
+        slot: u64,
+        key: KeyTuple,
+        is_chunk: bool,
+        receivers: u32,
+    ) -> PyResult<Option<(&'static str, String)>> {
+        let key = key_of(key);
+        let stored = py.detach(|| self.link.put(SlotId(slot), key, (receivers, is_chunk)));
+        Ok(stored.map_err(gone)?.err().map(|why| failed(&why)))
     }
 
     /// A slot that was reserved is not needed.
@@ -194,13 +226,15 @@ impl PyPayloadLink {
     }
 
     /// What became of a payload, once: ("arrived", claim, offset, bytes of the slot, generation) or
-    /// ("missing", kind, text); None if that is not known. Does not wait.
+    /// ("missing", kind, text, former); None if that is not known. `former` says whether it may be the
+    /// outcome of an earlier request with the same id: "no", "perhaps" or "yes". Does not wait.
     fn poll<'py>(&self, py: Python<'py>, key: KeyTuple) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let found = self.link.poll(&key_of(key)).map_err(gone)?;
         found.map(|found| outcome(py, found)).transpose()
     }
 
-    /// The same, after waiting for it, at most so long.
+    /// The same, after waiting for it, at most so long, and for the host's first answer a second
+    /// longer.
     fn wait<'py>(
         &self,
         py: Python<'py>,
@@ -208,7 +242,8 @@ impl PyPayloadLink {
         patience: f64,
     ) -> PyResult<Option<Bound<'py, PyTuple>>> {
         let patience = seconds(patience)?;
-        let found = py.detach(|| self.link.wait(&key_of(key), patience)).map_err(gone)?;
+        let found =
+            py.detach(|| self.link.wait_for_answer(&key_of(key), patience)).map_err(gone)?;
         found.map(|found| outcome(py, found)).transpose()
     }
 
@@ -227,6 +262,16 @@ impl PyPayloadLink {
         py.detach(|| self.link.release(ClaimId(claim))).map_err(gone)
     }
 
+    /// A payload will not be put, for this reason.
+    fn give_up(&self, py: Python<'_>, key: KeyTuple, is_chunk: bool, reason: &str) -> PyResult<()> {
+        py.detach(|| self.link.give_up(key_of(key), is_chunk, reason)).map_err(gone)
+    }
+
+    /// Drops a payload that was not taken.
+    fn drop_payload(&self, py: Python<'_>, key: KeyTuple) -> PyResult<()> {
+        py.detach(|| self.link.drop_payload(key_of(key))).map_err(gone)
+    }
+
     /// No further chunk of a stream is put; with a reason, because it was given up.
     #[pyo3(signature = (from_stage, to_stage, request, reason = None))]
     fn end(
@@ -241,16 +286,18 @@ impl PyPayloadLink {
         py.detach(|| self.link.end(stream, reason)).map_err(gone)
     }
 
-    /// Nobody gets what is there of a stream.
+    /// Drops the chunks of a stream that were not taken; with `is_own` only if this process puts or
+    /// gets the stream, and no other one has begun a later stream with its name.
     fn clean_up(
         &self,
         py: Python<'_>,
         from_stage: &str,
         to_stage: &str,
         request: &str,
+        is_own: bool,
     ) -> PyResult<()> {
         let stream = PayloadStream::new(from_stage, to_stage, request);
-        py.detach(|| self.link.clean_up(stream)).map_err(gone)
+        py.detach(|| self.link.clean_up(stream, is_own)).map_err(gone)
     }
 
     /// How it is used now: `wants` that have no outcome that was asked for, `tickets` of slots that

@@ -1,6 +1,7 @@
 //! Tables that forget the oldest.
 
 use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 
 /// The newest names, `max` at most, in the order in which they came.
 #[derive(Debug)]
@@ -78,6 +79,26 @@ impl<K: Ord + Clone, V> RecentMap<K, V> {
 
     pub(super) fn get(&self, name: &K) -> Option<&V> {
         self.values.get(name)
+    }
+
+    pub(super) fn get_mut(&mut self, name: &K) -> Option<&mut V> {
+        self.values.get_mut(name)
+    }
+
+    /// Removes the names in a range.
+    pub(super) fn remove_range(&mut self, range: RangeInclusive<K>) {
+        let names = self.values.range(range).map(|(name, _)| name.clone());
+        for name in names.collect::<Vec<_>>() {
+            self.remove(&name);
+        }
+    }
+
+    /// Keeps the names that fulfil a condition.
+    pub(super) fn retain(&mut self, is_kept: impl Fn(&K) -> bool) {
+        let names = self.values.keys().filter(|name| !is_kept(name)).cloned();
+        for name in names.collect::<Vec<_>>() {
+            self.remove(&name);
+        }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {

@@ -228,11 +228,14 @@ impl OmniMoriWorld {
                 }
                 self.hook(client, PayloadHook::Release { claim });
             }
-            PayloadAnswer::Missing { key, failure } => {
+            PayloadAnswer::Missing { key, failure, .. } => {
                 self.missing.push(failure.to_string());
                 self.inputs.push_back(OmniMoriInput::Stop { key });
             }
-            PayloadAnswer::NotReserved { .. } | PayloadAnswer::Abandoned { .. } => {}
+            PayloadAnswer::NotReserved { .. }
+            | PayloadAnswer::Stored { .. }
+            | PayloadAnswer::Waits { .. }
+            | PayloadAnswer::Abandoned { .. } => {}
         }
     }
 
@@ -338,7 +341,7 @@ impl OmniMoriWorld {
         match step {
             WireStep::Put { key: to, bytes, usable } => self.put(&key(to), bytes, usable),
             WireStep::CleanUp { key: of } => {
-                self.hook(PRODUCER, PayloadHook::CleanUp { stream: key(of).stream });
+                self.hook(PRODUCER, PayloadHook::CleanUp { stream: key(of).stream, is_own: false });
             }
             WireStep::LinkUp { link } if !self.callers.contains_key(&caller(link)) => {
                 self.connects(caller(link));
@@ -494,7 +497,10 @@ impl OmniMoriWorld {
         let foreign = ForeignPayload { at, bytes, is_fast_path: true };
         let found = if usable { Ok(foreign) } else { Err("of another form".into()) };
         self.preambles.insert(offset, found);
-        self.hook(PRODUCER, PayloadHook::Put { slot, key: key.clone(), receivers: 1 });
+        self.hook(
+            PRODUCER,
+            PayloadHook::Put { slot, key: key.clone(), receivers: 1, is_chunk: false },
+        );
     }
 
     fn reset(&mut self) {

@@ -1,32 +1,32 @@
 //! What went wrong elsewhere, one by one.
 
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect,
+    ClaimId, FormerUse, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect,
     PayloadFailure, PayloadHook, PayloadInput, PayloadKey, PayloadStream, SlotId,
 };
 use kvferry_engine::core::{Machine, Nanos, Outbox};
 use std::sync::Arc;
 
-const THINKER: PayloadClient = PayloadClient(0);
-const TALKER: PayloadClient = PayloadClient(1);
-const OTHER: PayloadClient = PayloadClient(2);
+pub(crate) const THINKER: PayloadClient = PayloadClient(0);
+pub(crate) const TALKER: PayloadClient = PayloadClient(1);
+pub(crate) const OTHER: PayloadClient = PayloadClient(2);
 
-struct CaseBench {
-    core: PayloadCore,
-    now: Nanos,
+pub(crate) struct CaseBench {
+    pub(crate) core: PayloadCore,
+    pub(crate) now: Nanos,
 }
 
-fn chunk(index: u64) -> PayloadKey {
+pub(crate) fn chunk(index: u64) -> PayloadKey {
     PayloadStream::new("0", "1", "r/@\u{e4}").chunk(index)
 }
 
 impl CaseBench {
-    fn new(config: PayloadConfig) -> CaseBench {
+    pub(crate) fn new(config: PayloadConfig) -> CaseBench {
         CaseBench::with_stages(config, ["0", "1", "1"])
     }
 
     /// The stages of the three clients.
-    fn with_stages(config: PayloadConfig, stages: [&str; 3]) -> CaseBench {
+    pub(crate) fn with_stages(config: PayloadConfig, stages: [&str; 3]) -> CaseBench {
         #[cfg(feature = "planted")]
         kvferry_engine::planted::plant_from_environment();
         let mut bench = CaseBench { core: PayloadCore::new(config), now: Nanos::ZERO };
@@ -36,22 +36,23 @@ impl CaseBench {
         bench
     }
 
-    fn join(&mut self, client: PayloadClient, deployment: &str, stage: &str) {
+    pub(crate) fn join(&mut self, client: PayloadClient, deployment: &str, stage: &str) {
         let (deployment, stage) = (deployment.into(), stage.into());
         assert_eq!(self.tell(client, PayloadHook::Joined { deployment, stage }), []);
     }
 
-    fn input(&mut self, input: PayloadInput) -> Vec<(PayloadClient, PayloadAnswer)> {
+    pub(crate) fn input(&mut self, input: PayloadInput) -> Vec<(PayloadClient, PayloadAnswer)> {
         let mut out = Outbox::new();
         self.core.handle(self.now, input, &mut out);
         let answer = |effect| match effect {
             PayloadEffect::Answer { client, answer } => (client, answer),
             effect => panic!("{effect:?}"),
         };
-        out.take().into_iter().map(answer).collect()
+        let answers = out.take().into_iter().map(answer);
+        answers.filter(|(_, answer)| !answer.is_receipt()).collect()
     }
 
-    fn tell(
+    pub(crate) fn tell(
         &mut self,
         client: PayloadClient,
         hook: PayloadHook,
@@ -59,21 +60,31 @@ impl CaseBench {
         self.input(PayloadInput::Hook { client, hook })
     }
 
-    fn reserve(&mut self, bytes: u64, wait: Nanos) -> Vec<(PayloadClient, PayloadAnswer)> {
+    pub(crate) fn reserve(
+        &mut self,
+        bytes: u64,
+        wait: Nanos,
+    ) -> Vec<(PayloadClient, PayloadAnswer)> {
         self.tell(THINKER, PayloadHook::Reserve { ticket: bytes, bytes, wait })
     }
 
     /// Puts at once; where it is in the pool, and who got it.
-    fn put(&mut self, key: PayloadKey, bytes: u64, receivers: u32) -> (u64, Vec<PayloadClient>) {
+    pub(crate) fn put(
+        &mut self,
+        key: PayloadKey,
+        bytes: u64,
+        receivers: u32,
+    ) -> (u64, Vec<PayloadClient>) {
         let answers = self.reserve(bytes, Nanos::ZERO);
         let [(_, PayloadAnswer::Reserved { slot, offset, .. })] = answers[..] else {
             panic!("{answers:?}")
         };
-        let answers = self.tell(THINKER, PayloadHook::Put { slot, key, receivers });
+        let is_chunk = key.chunk.is_some();
+        let answers = self.tell(THINKER, PayloadHook::Put { slot, key, receivers, is_chunk });
         (offset, answers.into_iter().map(|(client, _)| client).collect())
     }
 
-    fn get(
+    pub(crate) fn get(
         &mut self,
         client: PayloadClient,
         key: PayloadKey,
@@ -97,7 +108,7 @@ fn what_is_read_stays_whatever_becomes_of_the_payload() {
         },
         |bench| {
             let stream = chunk(0).stream;
-            assert_eq!(bench.tell(TALKER, PayloadHook::CleanUp { stream }), []);
+            assert_eq!(bench.tell(TALKER, PayloadHook::CleanUp { stream, is_own: false }), []);
         },
         |bench| {
             bench.put(chunk(0), 4_000, 1);
@@ -236,19 +247,33 @@ fn each_receiver_gets_it_once_and_others_learn_that_it_was_taken() {
 fn who_waits_learns_of_the_end_and_of_the_death_of_a_producer() {
     type End = (fn() -> PayloadHook, PayloadFailure);
     let ends: [End; 4] = [
-        (|| PayloadHook::End { stream: chunk(0).stream, failure: None }, PayloadFailure::Ended),
         (
-            || PayloadHook::End { stream: chunk(0).stream, failure: Some("out of memory".into()) },
+            || PayloadHook::End { stream: chunk(0).stream, failure: None, is_own: false },
+            PayloadFailure::Ended,
+        ),
+        (
+            || PayloadHook::End {
+                stream: chunk(0).stream,
+                failure: Some("out of memory".into()),
+                is_own: false,
+            },
             PayloadFailure::GivenUp("out of memory".into()),
         ),
         (|| PayloadHook::Left, PayloadFailure::ProducerGone),
-        (|| PayloadHook::CleanUp { stream: chunk(0).stream }, PayloadFailure::CleanedUp),
+        (
+            || PayloadHook::CleanUp { stream: chunk(0).stream, is_own: false },
+            PayloadFailure::CleanedUp,
+        ),
     ];
     for (hook, failure) in ends {
         let mut bench = CaseBench::new(PayloadConfig::default());
         bench.put(chunk(0), 10, 1);
         assert_eq!(bench.get(TALKER, chunk(1)), Err(None));
-        let told = PayloadAnswer::Missing { key: chunk(1), failure: failure.clone() };
+        let told = PayloadAnswer::Missing {
+            key: chunk(1),
+            failure: failure.clone(),
+            former: FormerUse::No,
+        };
         assert_eq!(bench.tell(THINKER, hook()), [(TALKER, told)]);
         // Who comes later hears the same, and gets what was put before, unless that was cleaned up.
         assert_eq!(bench.get(OTHER, chunk(2)), Err(Some(failure.clone())));
@@ -265,7 +290,7 @@ fn with_the_last_process_of_a_stage_goes_what_is_waited_for_from_it() {
     assert_eq!(bench.get(TALKER, chunk(0)), Err(None));
     assert_eq!(bench.tell(THINKER, PayloadHook::Left), []);
     let failure = PayloadFailure::ProducerGone;
-    let told = PayloadAnswer::Missing { key: chunk(0), failure };
+    let told = PayloadAnswer::Missing { key: chunk(0), failure, former: FormerUse::No };
     assert_eq!(bench.tell(second, PayloadHook::Left), [(TALKER, told)]);
     // Another one may come.
     assert_eq!(bench.get(TALKER, chunk(0)), Err(None));
@@ -278,7 +303,7 @@ fn who_waits_for_one_process_learns_that_it_is_gone_while_others_of_its_stage_ar
     assert_eq!(bench.tell(TALKER, want(0)), []);
     let told = |index| {
         let failure = PayloadFailure::ProducerGone;
-        (TALKER, PayloadAnswer::Missing { key: chunk(index), failure })
+        (TALKER, PayloadAnswer::Missing { key: chunk(index), failure, former: FormerUse::No })
     };
     assert_eq!(bench.tell(THINKER, PayloadHook::Left), [told(0)]);
     // Also if it is asked for later.
@@ -309,7 +334,11 @@ fn deployments_do_not_meet() {
     bench.put(chunk(0), 10, 2);
     assert_eq!(bench.get(stranger, chunk(0)), Err(None));
     let stream = chunk(0).stream;
-    assert_eq!(bench.tell(stranger, PayloadHook::CleanUp { stream }).len(), 1, "its own want ends");
+    assert_eq!(
+        bench.tell(stranger, PayloadHook::CleanUp { stream, is_own: false }).len(),
+        1,
+        "its own want ends"
+    );
     assert!(bench.get(TALKER, chunk(0)).is_ok());
 }
 
@@ -362,7 +391,7 @@ fn what_is_long_gone_is_not_beyond_the_end() {
         bench.tell(TALKER, PayloadHook::Take { claim });
         bench.tell(TALKER, PayloadHook::Release { claim });
     }
-    bench.tell(THINKER, PayloadHook::End { stream: chunk(0).stream, failure: None });
+    bench.tell(THINKER, PayloadHook::End { stream: chunk(0).stream, failure: None, is_own: false });
     assert_eq!(bench.get(OTHER, chunk(1)), Err(Some(PayloadFailure::Taken)));
     assert_eq!(bench.get(OTHER, chunk(0)), Err(Some(PayloadFailure::Expired)), "or taken");
     assert_eq!(bench.get(OTHER, chunk(2)), Err(Some(PayloadFailure::Ended)));

@@ -1,13 +1,16 @@
 //! The payload core, with clients that keep to its rules, one that does not, and memory that shows
 //! who wrote where.
 
+mod anew;
 mod cases;
+mod step;
 mod world;
 
 use kvferry_engine::core::payload::PayloadConfig;
 use proptest::collection::vec;
 use proptest::prelude::*;
-use world::{PayloadStep, PayloadWorld};
+use step::PayloadStep;
+use world::PayloadWorld;
 
 fn step() -> impl Strategy<Value = PayloadStep> {
     let client = 0..5usize;
@@ -15,19 +18,27 @@ fn step() -> impl Strategy<Value = PayloadStep> {
     prop_oneof![
         6 => (client.clone(), key.clone(), 0..90_000u64, 1..3u32, 0..30u64)
             .prop_map(|(client, key, bytes, receivers, wait)| PayloadStep::Reserve { client, key, bytes, receivers, wait }),
-        5 => (client.clone(), any::<bool>()).prop_map(|(client, put)| PayloadStep::Written { client, put }),
+        5 => (client.clone(), any::<bool>(), any::<bool>())
+            .prop_map(|(client, put, is_chunk)| PayloadStep::Written { client, put, is_chunk }),
+        1 => (client.clone(), key.clone(), any::<bool>())
+            .prop_map(|(client, key, is_chunk)| PayloadStep::GiveUp { client, key, is_chunk }),
+        1 => (client.clone(), key.clone()).prop_map(|(client, key)| PayloadStep::Drop { client, key }),
         8 => (client.clone(), key.clone()).prop_map(|(client, key)| PayloadStep::Want { client, key }),
         2 => (client.clone(), key).prop_map(|(client, key)| PayloadStep::Abandon { client, key }),
         4 => client.clone().prop_map(|client| PayloadStep::Take { client }),
         4 => client.clone().prop_map(|client| PayloadStep::Release { client }),
+        1 => (client.clone(), 0..3u8, any::<bool>(), any::<bool>())
+            .prop_map(|(client, request, fails, is_own)| PayloadStep::End { client, request, fails, is_own }),
         1 => (client.clone(), 0..3u8, any::<bool>())
-            .prop_map(|(client, request, fails)| PayloadStep::End { client, request, fails }),
-        1 => (client.clone(), 0..3u8).prop_map(|(client, request)| PayloadStep::CleanUp { client, request }),
+            .prop_map(|(client, request, is_own)| PayloadStep::CleanUp { client, request, is_own }),
         1 => client.prop_map(|client| PayloadStep::Replace { client }),
         2 => (0..40u64, any::<u8>()).prop_map(|(id, what)| PayloadStep::Lie { id, what }),
         3 => (0..20u64).prop_map(|ms| PayloadStep::Wait { ms }),
     ]
 }
+
+/// Streams of the three requests in two deployments: the model knows of each who has begun it.
+const STREAMS: u32 = 6;
 
 /// Small pools and tables, so that each limit is met.
 fn config() -> impl Strategy<Value = PayloadConfig> {
@@ -38,8 +49,8 @@ fn config() -> impl Strategy<Value = PayloadConfig> {
             slots_max,
             payloads_max,
             reservations_max,
-            streams_max: remembered,
-            tombstones_max: remembered,
+            streams_max: remembered.max(STREAMS),
+            tombstones_max: remembered.max(STREAMS),
             ..PayloadConfig::default()
         },
     )

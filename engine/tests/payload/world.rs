@@ -1,5 +1,6 @@
 //! Clients, the pool's memory, and what has to hold.
 
+use crate::step::{PayloadStep, key, stream};
 use kvferry_engine::core::payload::{
     ClaimId, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect,
     PayloadFailure, PayloadHook, PayloadInput, PayloadKey, PayloadStream, SlotId,
@@ -9,64 +10,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 const PAGE: u64 = 4096;
 
-/// One thing that one of the clients does. Keys are request and chunk; the last chunk stands for
-/// none.
-#[derive(Clone, Debug)]
-pub(crate) enum PayloadStep {
-    Reserve {
-        client: usize,
-        key: (u8, u8),
-        bytes: u64,
-        receivers: u32,
-        wait: u64,
-    },
-    /// What was reserved first is put, or returned.
-    Written {
-        client: usize,
-        put: bool,
-    },
-    Want {
-        client: usize,
-        key: (u8, u8),
-    },
-    Abandon {
-        client: usize,
-        key: (u8, u8),
-    },
-    Take {
-        client: usize,
-    },
-    Release {
-        client: usize,
-    },
-    End {
-        client: usize,
-        request: u8,
-        fails: bool,
-    },
-    CleanUp {
-        client: usize,
-        request: u8,
-    },
-    /// The process dies, and another one takes its place.
-    Replace {
-        client: usize,
-    },
-    /// A client says what it may not.
-    Lie {
-        id: u64,
-        what: u8,
-    },
-    Wait {
-        ms: u64,
-    },
-}
-
 /// What was put, as the one who put it knows.
 #[derive(Clone, Debug)]
 struct PutRecord {
     key: PayloadKey,
     deployment: usize,
+    is_chunk: bool,
     left: u32,
     untaken: u32,
     /// Cleaned up, replaced or expired.
@@ -119,23 +68,18 @@ pub(crate) struct PayloadWorld {
     /// When what was put expires.
     holds: BTreeMap<u64, Nanos>,
     ended: BTreeSet<(usize, PayloadStream)>,
+    /// Streams that were cleaned up and have not begun anew.
+    cleaned: BTreeSet<(usize, PayloadStream)>,
+    /// The process that puts a stream which has begun, and the one that took a chunk of it last.
+    lives: BTreeMap<(usize, PayloadStream), (PayloadClient, Option<PayloadClient>)>,
+    /// Why what was put last is for nobody.
+    refused: Option<PayloadFailure>,
     next: u64,
     misuses: u32,
 }
 
 fn stage_of(client: usize) -> (usize, u8) {
     [(0, 0), (0, 0), (0, 1), (0, 1), (1, 1)][client]
-}
-
-fn stream(request: u8) -> PayloadStream {
-    PayloadStream::new("0", "1", &format!("request-{request}"))
-}
-
-fn key((request, chunk): (u8, u8)) -> PayloadKey {
-    match chunk {
-        2 => stream(request).whole(),
-        chunk => stream(request).chunk(chunk.into()),
-    }
 }
 
 impl PayloadWorld {
@@ -151,6 +95,9 @@ impl PayloadWorld {
             latest: BTreeMap::new(),
             holds: BTreeMap::new(),
             ended: BTreeSet::new(),
+            cleaned: BTreeSet::new(),
+            lives: BTreeMap::new(),
+            refused: None,
             next: 0,
             misuses: 0,
         };
@@ -225,6 +172,9 @@ impl PayloadWorld {
                         );
                     }
                     PayloadFailure::TooLong { .. } => assert!(bytes > self.config.pool),
+                    PayloadFailure::Overload(what) if what.contains("slots") => {
+                        assert!(until <= self.now, "it waited for all of its time");
+                    }
                     PayloadFailure::Overload(_) => {
                         let waiting = self.actors[at].tickets.len();
                         assert!(waiting >= self.config.reservations_max as usize);
@@ -235,7 +185,9 @@ impl PayloadWorld {
             PayloadAnswer::Arrived { key, claim, offset, bytes, .. } => {
                 self.arrived(at, key, claim, (offset, bytes));
             }
-            PayloadAnswer::Missing { key, failure } => self.missing(at, &key, &failure),
+            PayloadAnswer::Missing { key, failure, .. } => self.missing(at, &key, &failure),
+            PayloadAnswer::Waits { key } => assert!(self.actors[at].wants.contains(&key)),
+            PayloadAnswer::Stored { failure, .. } => self.refused = failure,
             PayloadAnswer::Abandoned { key } => {
                 assert_eq!(self.actors[at].abandoned.take(), Some(key), "it is told what it said");
             }
@@ -298,25 +250,31 @@ impl PayloadWorld {
                 self.actors[client].tickets.insert(ticket, wanted);
                 self.tell(self.actors[client].id, PayloadHook::Reserve { ticket, bytes, wait });
             }
-            PayloadStep::Written { client, put } => self.written(client, put),
+            PayloadStep::Written { client, put, is_chunk } => self.written(client, put, is_chunk),
+            PayloadStep::GiveUp { client, key: named, is_chunk } => {
+                let (key, failure) = (key(named), "no more".into());
+                let deployment = self.actors[client].deployment;
+                let hook = PayloadHook::GiveUp { key: key.clone(), is_chunk, failure };
+                self.tell(self.actors[client].id, hook);
+                self.nobody_waits(deployment, |waited| *waited == key);
+            }
+            PayloadStep::Drop { client, key: named } => {
+                let (key, deployment) = (key(named), self.actors[client].deployment);
+                if let Some(put) = self.latest.get(&(deployment, key.clone())) {
+                    self.puts.get_mut(put).expect("it was put").is_over = true;
+                }
+                self.tell(self.actors[client].id, PayloadHook::Drop { key });
+            }
             PayloadStep::Want { client, key: named } => self.want(client, key(named)),
             PayloadStep::Abandon { client, key: named } => self.abandon(client, key(named)),
             PayloadStep::Take { client } => self.take(client),
             PayloadStep::Release { client } => self.release(client),
-            PayloadStep::End { client, request, fails } => {
-                let stream = stream(request);
-                let deployment = self.actors[client].deployment;
-                if !fails {
-                    self.ended.insert((deployment, stream.clone()));
-                }
-                let failure = fails.then(|| "no more".into());
-                self.tell(
-                    self.actors[client].id,
-                    PayloadHook::End { stream: stream.clone(), failure },
-                );
-                self.nobody_waits(deployment, |key| key.stream == stream);
+            PayloadStep::End { client, request, fails, is_own } => {
+                self.end(client, request, (fails, is_own));
             }
-            PayloadStep::CleanUp { client, request } => self.clean_up(client, request),
+            PayloadStep::CleanUp { client, request, is_own } => {
+                self.clean_up(client, request, is_own);
+            }
             PayloadStep::Replace { client } => self.replace(client),
             PayloadStep::Lie { id, what } => self.lie(id, what),
             PayloadStep::Wait { ms } => self.wait(self.now + Nanos::from_ms(ms)),
@@ -324,7 +282,26 @@ impl PayloadWorld {
         self.holds();
     }
 
-    fn written(&mut self, client: usize, put: bool) {
+    fn end(&mut self, client: usize, request: u8, (fails, is_own): (bool, bool)) {
+        let (stream, id) = (stream(request), self.actors[client].id);
+        let deployment = self.actors[client].deployment;
+        let at = (deployment, stream.clone());
+        let holds = !is_own || self.lives.get(&at).is_none_or(|(producer, _)| *producer == id);
+        if holds {
+            self.lives.remove(&at);
+            self.cleaned.remove(&at);
+        }
+        if holds && !fails {
+            self.ended.insert(at);
+        }
+        let failure = fails.then(|| "no more".into());
+        self.tell(id, PayloadHook::End { stream: stream.clone(), failure, is_own });
+        if holds {
+            self.nobody_waits(deployment, |key| key.stream == stream);
+        }
+    }
+
+    fn written(&mut self, client: usize, put: bool, is_chunk: bool) {
         if self.actors[client].reserved.is_empty() {
             return;
         }
@@ -336,17 +313,54 @@ impl PayloadWorld {
             return self.tell(id, PayloadHook::Return { slot });
         }
         let deployment = self.actors[client].deployment;
+        let is_chunk = is_chunk && key.chunk.is_some();
+        if is_chunk && self.is_refused((id, slot), (deployment, &key)) {
+            return;
+        }
         if let Some(old) = self.latest.insert((deployment, key.clone()), stamp) {
             self.puts.get_mut(&old).expect("it was put").is_over = true;
         }
+        let (left, key_) = (receivers, key.clone());
         let record =
-            PutRecord { key: key.clone(), deployment, left: receivers, untaken: 0, is_over: false };
+            PutRecord { key: key_, deployment, is_chunk, left, untaken: 0, is_over: false };
         self.puts.insert(stamp, record);
-        self.ended.remove(&(deployment, key.stream.clone()));
         if self.config.hold != Nanos::ZERO {
             self.holds.insert(stamp, self.now + self.config.hold);
         }
-        self.tell(id, PayloadHook::Put { slot, key, receivers });
+        self.tell(id, PayloadHook::Put { slot, key, receivers, is_chunk });
+        assert_eq!(self.refused.take(), None);
+    }
+
+    /// Puts a chunk of another process's stream, or of one that was cleaned up, which is for nobody.
+    /// Otherwise the chunk belongs to the stream of this process, which the first chunk begins anew.
+    fn is_refused(
+        &mut self,
+        (id, slot): (PayloadClient, SlotId),
+        (deployment, key): (usize, &PayloadKey),
+    ) -> bool {
+        let at = (deployment, key.stream.clone());
+        if key.chunk == Some(0) {
+            let later = |put: &&mut PutRecord| {
+                put.is_chunk && (put.deployment, &put.key.stream) == (at.0, &at.1)
+            };
+            self.puts.values_mut().filter(later).for_each(|put| put.is_over = true);
+            self.lives.remove(&at);
+            self.cleaned.remove(&at);
+        }
+        let is_others = self.lives.get(&at).is_some_and(|(producer, _)| *producer != id);
+        let is_clean = self.cleaned.contains(&at) && !self.lives.contains_key(&at);
+        if is_others || is_clean {
+            let (key, receivers) = (key.clone(), 1);
+            self.tell(id, PayloadHook::Put { slot, key, receivers, is_chunk: true });
+            let failure =
+                if is_others { PayloadFailure::Superseded } else { PayloadFailure::CleanedUp };
+            assert_eq!(self.refused.take(), Some(failure));
+            return true;
+        }
+        let taker = self.lives.get(&at).and_then(|(_, taker)| *taker);
+        self.lives.insert(at.clone(), (id, taker));
+        self.ended.remove(&at);
+        false
     }
 
     fn want(&mut self, client: usize, key: PayloadKey) {
@@ -382,9 +396,14 @@ impl PayloadWorld {
         (put.left, put.untaken) = (put.left + 1, put.untaken - 1);
     }
 
-    fn taken(&mut self, stamp: u64) {
+    fn taken(&mut self, client: PayloadClient, stamp: u64) {
         let put = self.puts.get_mut(&stamp).expect("it was put");
         put.untaken -= 1;
+        let at = (put.deployment, put.key.stream.clone());
+        let is_current = put.is_chunk && !put.is_over;
+        if let Some((_, taker)) = self.lives.get_mut(&at).filter(|_| is_current) {
+            *taker = Some(client);
+        }
         put.is_over |= put.left == 0 && put.untaken == 0;
     }
 
@@ -393,7 +412,7 @@ impl PayloadWorld {
         let Some(claim) = untaken else { return };
         claim.is_taken = true;
         let (claim, stamp) = (claim.claim, claim.stamp);
-        self.taken(stamp);
+        self.taken(self.actors[client].id, stamp);
         self.tell(self.actors[client].id, PayloadHook::Take { claim });
     }
 
@@ -401,18 +420,31 @@ impl PayloadWorld {
         let Some(claim) = self.actors[client].claims.pop() else { return };
         self.check(claim.pages, claim.stamp);
         if !claim.is_taken {
-            self.taken(claim.stamp);
+            self.taken(self.actors[client].id, claim.stamp);
         }
         self.tell(self.actors[client].id, PayloadHook::Release { claim: claim.claim });
     }
 
-    fn clean_up(&mut self, client: usize, request: u8) {
+    fn clean_up(&mut self, client: usize, request: u8, is_own: bool) {
         let (stream, deployment) = (stream(request), self.actors[client].deployment);
-        let of_stream =
-            |put: &&mut PutRecord| put.deployment == deployment && put.key.stream == stream;
-        self.puts.values_mut().filter(of_stream).for_each(|put| put.is_over = true);
-        self.tell(self.actors[client].id, PayloadHook::CleanUp { stream: stream.clone() });
-        self.nobody_waits(deployment, |key| key.stream == stream);
+        let (at, id) = ((deployment, stream.clone()), self.actors[client].id);
+        let has_part = |(producer, taker): &(PayloadClient, Option<PayloadClient>)| {
+            *producer == id || *taker == Some(id)
+        };
+        let holds = !is_own || self.lives.get(&at).is_none_or(has_part);
+        let of_stream = |put: &&mut PutRecord| {
+            let is_its = put.is_chunk || put.key.chunk.is_none();
+            is_its && put.deployment == deployment && put.key.stream == stream
+        };
+        if holds {
+            self.puts.values_mut().filter(of_stream).for_each(|put| put.is_over = true);
+            self.lives.remove(&at);
+            self.cleaned.insert(at);
+        }
+        self.tell(id, PayloadHook::CleanUp { stream: stream.clone(), is_own });
+        if holds {
+            self.nobody_waits(deployment, |key| key.stream == stream);
+        }
     }
 
     fn replace(&mut self, client: usize) {
@@ -424,6 +456,7 @@ impl PayloadWorld {
                 self.given_back(claim);
             }
         }
+        self.lives.retain(|_, (producer, _)| *producer != old.id);
         self.tell(old.id, PayloadHook::Left);
     }
 
@@ -459,7 +492,12 @@ impl PayloadWorld {
             0 => PayloadHook::Take { claim: ClaimId(id) },
             1 => PayloadHook::Release { claim: ClaimId(id) },
             2 => PayloadHook::Return { slot: SlotId(id) },
-            3 => PayloadHook::Put { slot: SlotId(id), key: key((0, 0)), receivers: 1 },
+            3 => PayloadHook::Put {
+                slot: SlotId(id),
+                key: key((0, 0)),
+                receivers: 1,
+                is_chunk: true,
+            },
             4 => PayloadHook::Want { key: key((0, 0)), producer: None },
             _ => PayloadHook::Reserve { ticket: id, bytes: 1, wait: Nanos::ZERO },
         };
@@ -538,13 +576,13 @@ impl PayloadWorld {
         let last = PayloadClient(self.fresh() as u32);
         self.tell(last, PayloadHook::Joined { deployment: "0".into(), stage: "9".into() });
         for request in 0..3 {
-            self.tell(last, PayloadHook::CleanUp { stream: stream(request) });
+            self.tell(last, PayloadHook::CleanUp { stream: stream(request), is_own: false });
         }
         self.tell(last, PayloadHook::Left);
         let other = PayloadClient(self.fresh() as u32);
         self.tell(other, PayloadHook::Joined { deployment: "1".into(), stage: "9".into() });
         for request in 0..3 {
-            self.tell(other, PayloadHook::CleanUp { stream: stream(request) });
+            self.tell(other, PayloadHook::CleanUp { stream: stream(request), is_own: false });
         }
         self.tell(other, PayloadHook::Left);
         let Gauges { transfers, held, queued, peers, entries, .. } = self.core.gauges();

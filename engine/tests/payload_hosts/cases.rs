@@ -68,7 +68,8 @@ impl HostBench {
         self.stamp += 1;
         let pages = (offset / PAGE) as usize..((offset + bytes).div_ceil(PAGE)) as usize;
         self.cluster.hosts[host].memory[pages].fill(self.stamp);
-        self.tell(host, THINKER, PayloadHook::Put { slot, key, receivers });
+        let is_chunk = key.chunk.is_some();
+        self.tell(host, THINKER, PayloadHook::Put { slot, key, receivers, is_chunk });
     }
 
     fn want(&mut self, host: usize, client: PayloadClient, key: PayloadKey) {
@@ -190,7 +191,7 @@ fn what_is_pulled_stays_whatever_becomes_of_the_payload() {
     while bench.cluster.at_work(0)[1] == 0 {
         bench.pass(1);
     }
-    bench.tell(0, THINKER, PayloadHook::CleanUp { stream: stream() });
+    bench.tell(0, THINKER, PayloadHook::CleanUp { stream: stream(), is_own: false });
     assert!(bench.has_room(0, THINKER, 4) && !bench.has_room(0, THINKER, 8));
     bench.until_told();
     let (.., stamp) = bench.arrived();
@@ -234,7 +235,7 @@ fn who_waits_learns_that_the_host_is_gone() {
         let told = bench.told();
         let gone = |host| {
             let failure = PayloadFailure::PeerGone("payload-0-p".into());
-            (host, TALKER, PayloadAnswer::Missing { key: chunk(0), failure })
+            (host, TALKER, PayloadAnswer::Missing { key: chunk(0), failure, former: FormerUse::No })
         };
         assert_eq!(told, [gone(1), gone(2)], "{is_told}");
         // It is the same for who comes now, and well when the host is there again.
@@ -263,13 +264,20 @@ fn a_host_that_nobody_named_is_not_waited_for() {
 fn the_end_of_a_stream_is_heard_on_other_hosts() {
     type End = (fn() -> PayloadHook, PayloadFailure);
     let ends: [End; 4] = [
-        (|| PayloadHook::End { stream: stream(), failure: None }, PayloadFailure::Ended),
         (
-            || PayloadHook::End { stream: stream(), failure: Some("out of memory".into()) },
+            || PayloadHook::End { stream: stream(), failure: None, is_own: false },
+            PayloadFailure::Ended,
+        ),
+        (
+            || PayloadHook::End {
+                stream: stream(),
+                failure: Some("out of memory".into()),
+                is_own: false,
+            },
             PayloadFailure::GivenUp("out of memory".into()),
         ),
         (|| PayloadHook::Left, PayloadFailure::ProducerGone),
-        (|| PayloadHook::CleanUp { stream: stream() }, PayloadFailure::CleanedUp),
+        (|| PayloadHook::CleanUp { stream: stream(), is_own: false }, PayloadFailure::CleanedUp),
     ];
     for (hook, failure) in ends {
         let mut bench = HostBench::new(2, 8);
@@ -333,7 +341,11 @@ fn each_payload_has_as_many_receivers_as_were_said() {
     bench.tell(host, client, PayloadHook::Release { claim });
     bench.pass(100);
     let told = [told, bench.told()].concat();
-    let taken = PayloadAnswer::Missing { key: chunk(0), failure: PayloadFailure::Taken };
+    let taken = PayloadAnswer::Missing {
+        key: chunk(0),
+        failure: PayloadFailure::Taken,
+        former: FormerUse::Yes,
+    };
     assert_eq!(told.iter().filter(|(.., answer)| *answer == taken).count(), 3, "{told:?}");
     // Two on one host, and the bytes moved once.
     let moved = bench.cluster.moved;
@@ -365,7 +377,11 @@ fn what_a_host_may_have_got_goes_to_nobody_else() {
     let told = bench.told();
     let failure = PayloadFailure::Taken;
     let taken = |host| {
-        let answer = PayloadAnswer::Missing { key: chunk(0), failure: failure.clone() };
+        let answer = PayloadAnswer::Missing {
+            key: chunk(0),
+            failure: failure.clone(),
+            former: FormerUse::Yes,
+        };
         (host, TALKER, answer)
     };
     assert!(told.contains(&taken(1)) && told.contains(&taken(2)), "{told:?}");

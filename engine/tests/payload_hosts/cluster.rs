@@ -297,7 +297,9 @@ impl Cluster {
             }
             let (part, input) = match effect {
                 PayloadEffect::Answer { client, answer } => {
-                    self.answers.push((host, client, answer));
+                    if !answer.is_receipt() {
+                        self.answers.push((host, client, answer));
+                    }
                     continue;
                 }
                 PayloadEffect::Misuse { .. } | PayloadEffect::PeerMisuse { .. } => {

@@ -12,10 +12,10 @@ fn one_of_clients() -> impl Strategy<Value = HostStep> {
     let key = (0..3u8, 0..3u8);
     prop_oneof![
         // One of the stage that puts, of either deployment.
-        9 => (0..3usize, any::<bool>(), key.clone(), 1..40_000u64, 1..3u32).prop_map(
-            |(host, other, key, bytes, receivers)| {
+        9 => (0..3usize, any::<[bool; 2]>(), key.clone(), 1..40_000u64, 1..3u32).prop_map(
+            |(host, [other, is_chunk], key, bytes, receivers)| {
                 let client = if other { 3 } else { 0 };
-                HostStep::Put { host, client, key, bytes, receivers }
+                HostStep::Put { host, client, key, bytes, receivers, is_chunk }
             },
         ),
         12 => (at.clone(), key.clone(), proptest::option::of(0..3usize))

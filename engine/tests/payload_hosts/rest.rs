@@ -169,7 +169,11 @@ impl HostWorld {
                     PayloadHook::Joined { deployment: deployment.into(), stage: "9".into() };
                 self.tell(host, last, joined);
                 for request in 0..3 {
-                    self.tell(host, last, PayloadHook::CleanUp { stream: stream(request) });
+                    self.tell(
+                        host,
+                        last,
+                        PayloadHook::CleanUp { stream: stream(request), is_own: false },
+                    );
                 }
                 self.tell(host, last, PayloadHook::Left);
             }

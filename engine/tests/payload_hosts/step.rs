@@ -12,6 +12,8 @@ pub(crate) enum HostStep {
         key: (u8, u8),
         bytes: u64,
         receivers: u32,
+        /// Whether it is a chunk of its stream.
+        is_chunk: bool,
     },
     /// From a host that is named, or from any.
     Want {

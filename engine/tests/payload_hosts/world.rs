@@ -14,6 +14,8 @@ pub(crate) struct HostPut {
     pub(crate) key: PayloadKey,
     pub(crate) deployment: usize,
     pub(crate) host: usize,
+    /// It is a chunk of its stream.
+    is_chunk: bool,
     pub(crate) bytes: u64,
     pub(crate) receivers: u32,
     /// Receivers that have it, or for whom it is there.
@@ -60,6 +62,8 @@ pub(crate) struct HostWorld {
     /// A host without clients, for which somebody else speaks.
     pub(crate) liar: Option<usize>,
     pub(crate) lies: u32,
+    /// What was put last is for nobody.
+    is_refused: bool,
     /// What ends at these times.
     pub(crate) due: BTreeMap<(Nanos, u64), FaultEnd>,
 }
@@ -103,6 +107,7 @@ impl HostWorld {
             next: 0,
             liar: lies.then(|| hosts - 1),
             lies: 0,
+            is_refused: false,
             due: BTreeMap::new(),
         };
         for host in 0..hosts {
@@ -149,8 +154,14 @@ impl HostWorld {
                 PayloadAnswer::Arrived { key, claim, offset, bytes, .. } => {
                     self.arrived((host, at), key, claim, (offset, bytes));
                 }
-                PayloadAnswer::Missing { key, failure } => self.missing((host, at), &key, &failure),
+                PayloadAnswer::Missing { key, failure, .. } => {
+                    self.missing((host, at), &key, &failure)
+                }
                 PayloadAnswer::Abandoned { .. } => {}
+                PayloadAnswer::Stored { failure, .. } => {
+                    assert_eq!(failure, Some(PayloadFailure::CleanedUp));
+                    self.is_refused = true;
+                }
                 answer => panic!("nobody waits for {answer:?}"),
             }
         }
@@ -228,8 +239,8 @@ impl HostWorld {
         }
         self.faulty |= step.is_bad();
         match step {
-            HostStep::Put { host, client, key: named, bytes, receivers } => {
-                self.put((host, client), key(named), bytes, receivers);
+            HostStep::Put { host, client, key: named, bytes, receivers, is_chunk } => {
+                self.put((host, client), (key(named), is_chunk), bytes, receivers);
             }
             HostStep::Want { host, client, key: named, from } => {
                 self.want((host, client), key(named), from.map(|from| from % hosts));
@@ -323,7 +334,13 @@ impl HostWorld {
         self.answers();
     }
 
-    fn put(&mut self, (host, client): (usize, usize), key: PayloadKey, bytes: u64, receivers: u32) {
+    fn put(
+        &mut self,
+        (host, client): (usize, usize),
+        (key, is_chunk): (PayloadKey, bool),
+        bytes: u64,
+        receivers: u32,
+    ) {
         let Some(HostClient { id, deployment, .. }) = self.client(host, client) else { return };
         let (id, deployment) = (*id, *deployment);
         let reserve = PayloadHook::Reserve { ticket: 1, bytes, wait: Nanos::ZERO };
@@ -344,6 +361,7 @@ impl HostWorld {
             key: key.clone(),
             deployment,
             host,
+            is_chunk: is_chunk && key.chunk.is_some(),
             bytes,
             receivers,
             out: 0,
@@ -352,12 +370,38 @@ impl HostWorld {
             is_over: false,
             until,
         };
+        let is_chunk = record.is_chunk;
         self.puts.insert(stamp, record);
-        if let Some(old) = self.latest.insert((host, deployment, key.clone()), stamp) {
+        let at = (host, deployment, key.clone());
+        let old = self.latest.insert(at.clone(), stamp).map(|old| (old, self.puts[&old].is_over));
+        if let Some((old, _)) = old {
             self.puts.get_mut(&old).expect("it was put").is_over = true;
         }
+        if is_chunk && key.chunk == Some(0) {
+            self.begins_anew((host, deployment), &key.stream);
+        }
         self.lose_copies(host, |put| (put.deployment, &put.key) == (deployment, &key));
-        self.tell(host, id, PayloadHook::Put { slot, key, receivers });
+        self.tell(host, id, PayloadHook::Put { slot, key, receivers, is_chunk });
+        if std::mem::take(&mut self.is_refused) {
+            // Its stream was cleaned up, and what has its key is as it was.
+            self.puts.get_mut(&stamp).expect("it was put").is_over = true;
+            self.latest.remove(&at);
+            if let Some((old, is_over)) = old {
+                self.puts.get_mut(&old).expect("it was put").is_over = is_over;
+                self.latest.insert(at, old);
+            }
+        }
+    }
+
+    /// A stream begins anew: nobody gets its later chunks, nor knows what became of them.
+    fn begins_anew(&mut self, of: (usize, usize), stream: &PayloadStream) {
+        let puts = &mut self.puts;
+        self.latest.retain(|(host, deployment, key), stamp| {
+            let put = puts.get_mut(stamp).expect("it was put");
+            let is_its = (*host, *deployment) == of && key.stream == *stream && key.chunk > Some(0);
+            put.is_over |= is_its && put.is_chunk;
+            !is_its || !put.is_over && put.out < put.receivers
+        });
     }
 
     pub(crate) fn want(
@@ -430,7 +474,7 @@ impl HostWorld {
             self.ended.insert((deployment, stream.clone()));
         }
         let failure = fails.then(|| "no more".into());
-        self.tell(host, id, PayloadHook::End { stream, failure });
+        self.tell(host, id, PayloadHook::End { stream, failure, is_own: false });
     }
 
     fn clean_up(&mut self, (host, client): (usize, usize), stream: PayloadStream) {
@@ -438,10 +482,11 @@ impl HostWorld {
         let (id, deployment) = (state.id, state.deployment);
         for put in self.puts.values_mut() {
             let its = put.host == host && put.deployment == deployment;
-            put.is_over |= its && put.key.stream == stream;
+            let is_chunk = put.is_chunk || put.key.chunk.is_none();
+            put.is_over |= its && is_chunk && put.key.stream == stream;
         }
         self.lose_copies(host, |put| put.deployment == deployment && put.key.stream == stream);
-        self.tell(host, id, PayloadHook::CleanUp { stream });
+        self.tell(host, id, PayloadHook::CleanUp { stream, is_own: false });
     }
 
     fn replace(&mut self, host: usize, client: usize) {

@@ -24,6 +24,8 @@ pub(super) struct PayloadsArrive {
     cleaned: BTreeSet<u32>,
     scarce: BTreeSet<u32>,
     whole: BTreeSet<u32>,
+    /// Streams that use the id of an earlier one again.
+    again: BTreeSet<u32>,
     /// Instances that a fault hit; none for all.
     hit: BTreeSet<Option<u16>>,
     drained: BTreeSet<u16>,
@@ -51,6 +53,7 @@ impl PayloadsArrive {
         PayloadsArrive {
             scarce: those(&|stream| (stream.copies as usize) < stream.receivers.len()),
             whole: those(&|stream| stream.is_whole),
+            again: those(&|stream| stream.of.is_some()),
             cleaned: those(&cleans),
             expires: run.hosts.iter().any(|host| host.config.hold.0 > 0),
             is_tight: run.hosts.iter().any(is_tight),
@@ -102,7 +105,12 @@ impl PayloadsArrive {
 
     /// Looks at what was missed in a stream whose producer has ended.
     fn judge(&mut self, now: CheckContext<'_>, stream: u32) {
-        let Some((host, _, how)) = self.produced.get(&stream) else { return };
+        let Some((host, put, how)) = self.produced.get(&stream) else { return };
+        // Whoever puts nothing for long leaves what became of an earlier request with its id.
+        if *put == 0 && self.again.contains(&stream) {
+            self.missed.remove(&stream);
+            return;
+        }
         for ((_, receiver), at, failure) in self.missed.remove(&stream).unwrap_or_default() {
             if !self.is_caused(stream, (at, host.instance), (&failure, how)) {
                 let [from, to] = [host.instance, at].map(|one| now.name(one));

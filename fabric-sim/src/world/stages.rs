@@ -7,8 +7,8 @@ use super::event::SimEvent;
 use crate::invariants::LivenessBounds;
 use crate::observation::{Observation, PayloadSight, ProducerEnd, ReceiverOutcome};
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadHook, PayloadInput, PayloadKey, PayloadStream,
-    SlotId,
+    ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadInput, PayloadKey,
+    PayloadStream, SlotId,
 };
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::decide::{kind, mix};
@@ -35,6 +35,8 @@ pub(super) enum StageEvent {
     Writes { stream: u32, client: PayloadClient },
     /// A receiver begins.
     Asks { stream: u32, receiver: u16 },
+    /// A receiver asks again for what may have been missed by an earlier request with its id.
+    AsksAgain { stream: u32, receiver: u16, client: PayloadClient },
     /// A receiver has read a chunk.
     HasRead { stream: u32, receiver: u16, client: PayloadClient },
     /// A receiver goes away.
@@ -65,6 +67,8 @@ struct SimReceiver {
     chunk: u32,
     /// What it reads, and where that begins.
     claim: Option<(ClaimId, u64)>,
+    /// Since when what it is told may be of an earlier request with its id.
+    unsure: Option<Nanos>,
     /// It wants no more, and waits until its host says so.
     is_going: bool,
     end: Option<ReceiverOutcome>,
@@ -168,17 +172,20 @@ fn each_word(stamp: u64, len: usize, mut each: impl FnMut(usize, &[u8]) -> bool)
 impl Simulation {
     pub(super) fn plan_streams(&mut self) {
         for stream in 0..self.stages.streams.len() as u32 {
-            self.plan_stream(stream);
+            if self.stages.streams[stream as usize].work.of.is_none() {
+                self.plan_stream(stream, Nanos::ZERO);
+            }
         }
     }
 
-    fn plan_stream(&mut self, stream: u32) {
+    /// Plans the processes of a stream, whose times count from `since`.
+    fn plan_stream(&mut self, stream: u32, since: Nanos) {
         let work = &self.stages.streams[stream as usize].work;
         let begins = (work.start, StageEvent::Begins { stream });
         let asks = (0..).zip(&work.receivers);
         let asks = asks.map(|(receiver, one)| (one.start, StageEvent::Asks { stream, receiver }));
         for (at, event) in std::iter::once(begins).chain(asks) {
-            self.queue.push(at, SimEvent::Stage(event));
+            self.queue.push(since + at, SimEvent::Stage(event));
         }
     }
 
@@ -245,6 +252,9 @@ impl Simulation {
                 }
             }
             StageEvent::Asks { stream, receiver } => self.receiver_begins((stream, receiver)),
+            StageEvent::AsksAgain { stream, receiver, client } => {
+                self.receiver_asks_again((stream, receiver), client);
+            }
             StageEvent::HasRead { stream, receiver, client } => {
                 self.receiver_has_read((stream, receiver), client);
             }
@@ -321,15 +331,16 @@ impl Simulation {
         let SimStream { work, .. } = &self.stages.streams[stream as usize];
         let (from, end, name) = (work.from, work.end, self.stream_name(stream));
         let (hook, how) = match end {
-            WorkloadEnd::Ends => {
-                (PayloadHook::End { stream: name, failure: None }, ProducerEnd::Ended)
-            }
+            WorkloadEnd::Ends => (
+                PayloadHook::End { stream: name, failure: None, is_own: false },
+                ProducerEnd::Ended,
+            ),
             WorkloadEnd::GivesUp => {
                 let failure = Some("it was aborted".into());
-                (PayloadHook::End { stream: name, failure }, ProducerEnd::GaveUp)
+                (PayloadHook::End { stream: name, failure, is_own: false }, ProducerEnd::GaveUp)
             }
             WorkloadEnd::CleansUp => {
-                (PayloadHook::CleanUp { stream: name }, ProducerEnd::CleanedUp)
+                (PayloadHook::CleanUp { stream: name, is_own: false }, ProducerEnd::CleanedUp)
             }
             WorkloadEnd::Leaves => (PayloadHook::Left, ProducerEnd::Left),
         };
@@ -340,7 +351,11 @@ impl Simulation {
         self.producer_ends(stream, how);
     }
 
-    fn stream_name(&self, stream: u32) -> PayloadStream {
+    /// The name of a stream, which those have in common that use one id again.
+    fn stream_name(&self, mut stream: u32) -> PayloadStream {
+        while let Some(of) = self.stages.streams[stream as usize].work.of {
+            stream = of;
+        }
         PayloadStream::new("0", "1", &format!("r{stream}"))
     }
 
@@ -362,6 +377,14 @@ impl Simulation {
 
     fn producer_told(&mut self, stream: u32, client: PayloadClient, answer: PayloadAnswer) {
         let from = self.stages.streams[stream as usize].work.from;
+        if let PayloadAnswer::Stored { failure, .. } = &answer {
+            // Of a stream that a receiver cleaned up nobody needs more.
+            if !matches!(failure, None | Some(PayloadFailure::CleanedUp)) {
+                let rule = format!("what a producer put was refused: {failure:?}");
+                self.see_payload(from, PayloadSight::Misuse { rule: &rule });
+            }
+            return;
+        }
         let Some(chunk) = self.chunk_of(stream) else { return };
         match answer {
             PayloadAnswer::Reserved { slot, offset, .. } => {
@@ -378,7 +401,11 @@ impl Simulation {
             PayloadAnswer::NotReserved { failure, .. } => {
                 self.stream_moved(stream);
                 let (name, why) = (self.stream_name(stream), Some("there was no room".into()));
-                self.stage_tells(from, client, PayloadHook::End { stream: name, failure: why });
+                self.stage_tells(
+                    from,
+                    client,
+                    PayloadHook::End { stream: name, failure: why, is_own: false },
+                );
                 self.producer_ends(stream, ProducerEnd::NoRoom(failure));
             }
             other => {
@@ -410,7 +437,8 @@ impl Simulation {
         }
         self.stream_moved(stream);
         let key = self.key_of(stream, chunk);
-        self.stage_tells(from, client, PayloadHook::Put { slot, key, receivers });
+        let is_chunk = key.chunk.is_some();
+        self.stage_tells(from, client, PayloadHook::Put { slot, key, receivers, is_chunk });
         self.next_chunk(stream, client);
     }
 
@@ -446,8 +474,12 @@ impl Simulation {
         for host in hosts {
             let Some(client) = self.stage_joins(host, "2", None) else { continue };
             let name = self.stream_name(stream);
-            self.stage_tells(host, client, PayloadHook::CleanUp { stream: name });
+            self.stage_tells(host, client, PayloadHook::CleanUp { stream: name, is_own: false });
             self.stage_tells(host, client, PayloadHook::Left);
+        }
+        let next = (0..).zip(&self.stages.streams).find(|(_, next)| next.work.of == Some(stream));
+        if let Some((next, _)) = next {
+            self.plan_stream(next, self.now);
         }
     }
 
@@ -499,6 +531,7 @@ impl Simulation {
         };
         let chunk = WorkloadChunk { bytes: 100, pause: Nanos::ZERO, write: Nanos::ZERO };
         let work = WorkloadStream {
+            of: None,
             from: from.unwrap_or(0),
             start: self.now,
             chunks: vec![chunk],
@@ -513,6 +546,6 @@ impl Simulation {
         let stream = self.stages.streams.len() as u32;
         self.stages.streams.push(SimStream::new(work));
         self.stages.open += 1;
-        self.plan_stream(stream);
+        self.plan_stream(stream, Nanos::ZERO);
     }
 }

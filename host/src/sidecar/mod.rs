@@ -161,7 +161,7 @@ fn stage_gateway(
     let memory = (pool.descriptor().as_raw_fd(), pool.len());
     let cores = peers.as_ref().map(|at| PoolCores::new(at, incarnation, memory, operator));
     let payloads = PayloadConfig { pool: pool.len(), hold, ..PayloadConfig::default() };
-    let config = StageConfig { payloads, incarnation, idle };
+    let config = StageConfig { payloads, incarnation, pool_asked: bytes, idle };
     let parts = StageParts { pool, cores: cores.transpose()?, mori };
     Ok(StageGateway::start(clock, (config, parts), over))
 }

@@ -1,16 +1,19 @@
 //! A process of a stage at the host of its payloads.
 
+mod state;
+
 use super::SidecarClient;
-use super::proto::{ClientIdentity, FromHost, ToHost};
+use super::proto::{ClientIdentity, ToHost};
 use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
-    SlotId,
+    ClaimId, FormerUse, KEY_BYTES_MAX, PayloadClient, PayloadFailure, PayloadHook, PayloadKey,
+    PayloadStream, SlotId,
 };
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Endpoint;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use std::collections::{BTreeMap, HashMap};
+use state::{LinkState, WantedPayload};
+use std::fmt;
 use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -32,6 +35,14 @@ const SPIN: Duration = Duration::from_micros(40);
 /// How long a host may stand still. It is given up then: it answers who waits for a slot when that
 /// time is over, and reads what is said.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// How often a wait looks whether it is to end.
+const PULSE: Duration = Duration::from_millis(20);
+
+/// How long the first answer of a host is waited for beyond what a caller waits for a payload.
+const ANSWER_WAIT: Duration = Duration::from_secs(1);
+
+const NO_ANSWER: &str = "the kvferry host does not answer: it stands still";
 
 const STANDS_STILL: &str = "the kvferry host stands still: it neither reads nor answers";
 
@@ -70,7 +81,10 @@ pub struct ArrivedPayload {
 }
 
 /// What became of a payload that was wanted.
-pub type PayloadOutcome = Result<ArrivedPayload, PayloadFailure>;
+pub type PayloadOutcome = Result<ArrivedPayload, (PayloadFailure, FormerUse)>;
+
+/// Called every now and then by a thread that waits; an error ends the wait.
+type Pulse = Box<dyn Fn() -> io::Result<()> + Send + Sync>;
 
 /// A connection to the host of payloads. Threads share it; each may wait.
 ///
@@ -86,12 +100,11 @@ pub type PayloadOutcome = Result<ArrivedPayload, PayloadFailure>;
 /// link.want(&key, None)?;
 /// match link.wait(&key, Duration::from_millis(10))? {
 ///     Some(Ok(payload)) => link.release(payload.claim)?,
-///     Some(Err(why)) => println!("{key} does not come: {why}"),
+///     Some(Err((why, _))) => println!("{key} does not come: {why}"),
 ///     None => println!("not yet"),
 /// }
 /// # Ok::<(), std::io::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct PayloadLink {
     state: Mutex<LinkState>,
     /// Something was heard, or the thread that listened does not any more.
@@ -100,26 +113,17 @@ pub struct PayloadLink {
     socket: OwnedFd,
     /// Whose it is: a fork has it, too.
     process: u32,
+    pulse: Option<Pulse>,
 }
 
-#[derive(Debug)]
-struct LinkState {
-    client: SidecarClient,
-    /// A thread sleeps until the host says something.
-    is_listening: bool,
-    inbox: Vec<FromHost>,
-    pool: Option<PoolOffer>,
-    /// Why nothing comes any more; refused by the host, or gone.
-    end: Option<(ErrorKind, String)>,
-    next_ticket: u64,
-    /// Slots that were asked for, and what came of it.
-    tickets: BTreeMap<u64, Option<Result<ReservedSlot, PayloadFailure>>>,
-    spares: Vec<ReservedSlot>,
-    /// Tickets of spare slots that have not come.
-    spares_asked: Vec<u64>,
-    wants: HashMap<PayloadKey, Option<PayloadOutcome>>,
-    /// How often a key was abandoned and the host has not said so.
-    abandoned: HashMap<PayloadKey, u32>,
+impl fmt::Debug for PayloadLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let PayloadLink { state, process, .. } = self;
+        f.debug_struct("PayloadLink")
+            .field("state", state)
+            .field("process", process)
+            .finish_non_exhaustive()
+    }
 }
 
 /// The state of a link for who wants to know how it is used.
@@ -133,138 +137,16 @@ pub struct LinkGauges {
     pub spares: usize,
 }
 
-impl LinkState {
-    /// Why nothing can be said or heard any more.
-    fn check(&self) -> io::Result<()> {
-        match &self.end {
-            None => Ok(()),
-            Some((kind, why)) => Err(io::Error::new(*kind, why.clone())),
-        }
+/// A host takes no longer names.
+fn check_names(bytes: usize) -> io::Result<()> {
+    if bytes <= KEY_BYTES_MAX {
+        return Ok(());
     }
-
-    fn lose(&mut self, why: &io::Error) {
-        let why = match why.kind() {
-            ErrorKind::WouldBlock | ErrorKind::TimedOut => STANDS_STILL.into(),
-            _ => format!("the kvferry host is gone: {why}"),
-        };
-        self.end.get_or_insert((ErrorKind::NotConnected, why));
-    }
-
-    fn send(&mut self, hooks: &[ToHost]) -> io::Result<()> {
-        self.check()?;
-        if let Err(why) = self.client.send_all(hooks) {
-            self.lose(&why);
-        }
-        self.check()
-    }
-
-    fn tell(&mut self, hook: PayloadHook) -> io::Result<()> {
-        self.send(&[ToHost::Payload(hook)])
-    }
-
-    /// Takes what the host said.
-    fn listen(&mut self) {
-        if self.end.is_some() {
-            return;
-        }
-        let mut inbox = std::mem::take(&mut self.inbox);
-        if let Err(why) = self.client.poll(&mut inbox) {
-            self.lose(&why);
-        }
-        for message in inbox.drain(..) {
-            match message {
-                FromHost::Payload(answer) => self.answer(answer),
-                FromHost::Refused { why } => {
-                    let why = format!("the kvferry host: {why}");
-                    self.end.get_or_insert((ErrorKind::ConnectionRefused, why));
-                }
-                FromHost::Pool { client, bytes, engine, incarnation, .. } => {
-                    let file = self.client.take_descriptor();
-                    self.begin(file, |file| PoolOffer { client, bytes, engine, incarnation, file });
-                }
-                _ => {}
-            }
-        }
-        self.inbox = inbox;
-    }
-
-    fn begin(&mut self, file: Option<OwnedFd>, offer: impl FnOnce(OwnedFd) -> PoolOffer) {
-        let Some(file) = file else {
-            return self.lose(&io::Error::other("it gave no memory with its pool"));
-        };
-        self.pool = Some(offer(file));
-        let hooks = self.ask_spares();
-        // One that is gone is noticed by the next who wants something.
-        let _ = self.send(&hooks);
-    }
-
-    /// Has as many spare slots as there are to be.
-    fn ask_spares(&mut self) -> Vec<ToHost> {
-        let bytes = self.pool.as_ref().map_or(0, |pool| pool.bytes);
-        let wanted = (bytes / 1_024 / SPARE_BYTES).min(SPARES_MAX) as usize;
-        let mut hooks = Vec::new();
-        while self.spares.len() + self.spares_asked.len() < wanted {
-            let ticket = self.ticket();
-            self.spares_asked.push(ticket);
-            let hook = PayloadHook::Reserve { ticket, bytes: SPARE_BYTES, wait: SPARE_WAIT };
-            hooks.push(ToHost::Payload(hook));
-        }
-        hooks
-    }
-
-    fn ticket(&mut self) -> u64 {
-        self.next_ticket += 1;
-        self.next_ticket
-    }
-
-    fn answer(&mut self, answer: PayloadAnswer) {
-        match answer {
-            PayloadAnswer::Reserved { ticket, slot, offset } => {
-                self.ticketed(ticket, Ok(ReservedSlot { slot, offset }));
-            }
-            PayloadAnswer::NotReserved { ticket, failure } => self.ticketed(ticket, Err(failure)),
-            PayloadAnswer::Arrived { key, claim, offset, bytes, generation } => {
-                self.outcome(key, Ok(ArrivedPayload { claim, offset, bytes, generation }));
-            }
-            PayloadAnswer::Missing { key, failure } => self.outcome(key, Err(failure)),
-            PayloadAnswer::Abandoned { key } => {
-                if let Some(times) = self.abandoned.get_mut(&key) {
-                    *times -= 1;
-                    if *times == 0 {
-                        self.abandoned.remove(&key);
-                    }
-                }
-            }
-        }
-    }
-
-    fn ticketed(&mut self, ticket: u64, result: Result<ReservedSlot, PayloadFailure>) {
-        if let Some(at) = self.spares_asked.iter().position(|asked| *asked == ticket) {
-            self.spares_asked.swap_remove(at);
-            self.spares.extend(result);
-        } else if let Some(slot) = self.tickets.get_mut(&ticket) {
-            *slot = Some(result);
-        } else if let Ok(ReservedSlot { slot, .. }) = result {
-            // Who asked for it waits no more.
-            let _ = self.tell(PayloadHook::Return { slot });
-        }
-    }
-
-    fn outcome(&mut self, key: PayloadKey, outcome: PayloadOutcome) {
-        // What crossed with an abandonment is for nobody.
-        if self.abandoned.contains_key(&key) {
-            return;
-        }
-        if let Some(wanted) = self.wants.get_mut(&key) {
-            *wanted = Some(outcome);
-        }
-    }
-
-    /// What became of a payload; then it is wanted no more.
-    fn take_outcome(&mut self, key: &PayloadKey) -> Option<PayloadOutcome> {
-        self.wants.get(key)?.as_ref()?;
-        self.wants.remove(key).flatten()
-    }
+    let why = format!(
+        "a payload whose key and stages have {bytes} bytes, {KEY_BYTES_MAX} at most: give requests \
+         shorter ids"
+    );
+    Err(io::Error::new(ErrorKind::InvalidInput, why))
 }
 
 impl PayloadLink {
@@ -273,25 +155,37 @@ impl PayloadLink {
     /// # Errors
     /// As [`SidecarClient::connect`].
     pub fn connect(path: &Path, deployment: &str, stage: &str) -> io::Result<PayloadLink> {
-        let who = ClientIdentity::Stage { deployment: deployment.into(), stage: stage.into() };
+        PayloadLink::connect_for(path, (deployment, stage), None)
+    }
+
+    /// The same, for a pool of so many bytes: a host that another one started, that has a pool of
+    /// another size and that nobody uses ends, and the connection with it.
+    ///
+    /// # Errors
+    /// As [`SidecarClient::connect`].
+    pub fn connect_for(
+        path: &Path,
+        (deployment, stage): (&str, &str),
+        pool: Option<u64>,
+    ) -> io::Result<PayloadLink> {
+        let (deployment, stage) = (deployment.into(), stage.into());
+        let who = ClientIdentity::Stage { deployment, stage, pool };
         let client = SidecarClient::connect(path, who)?;
         client.limit_writes(GRACE)?;
         let socket = client.as_fd().try_clone_to_owned()?;
-        let state = LinkState {
-            client,
-            is_listening: false,
-            inbox: Vec::new(),
-            pool: None,
-            end: None,
-            next_ticket: 0,
-            tickets: BTreeMap::new(),
-            spares: Vec::new(),
-            spares_asked: Vec::new(),
-            wants: HashMap::new(),
-            abandoned: HashMap::new(),
-        };
+        let state = LinkState::new(client);
         let process = std::process::id();
-        Ok(PayloadLink { state: Mutex::new(state), heard: Condvar::new(), socket, process })
+        let (state, heard, pulse) = (Mutex::new(state), Condvar::new(), None);
+        Ok(PayloadLink { state, heard, socket, process, pulse })
+    }
+
+    /// Has each wait call this every now and then, without a lock; an error of it ends the wait.
+    pub fn with_pulse(
+        mut self,
+        pulse: impl Fn() -> io::Result<()> + Send + Sync + 'static,
+    ) -> PayloadLink {
+        self.pulse = Some(Box::new(pulse));
+        self
     }
 
     fn state(&self) -> MutexGuard<'_, LinkState> {
@@ -306,6 +200,7 @@ impl PayloadLink {
         mut found: impl FnMut(&mut LinkState) -> Option<T>,
     ) -> io::Result<Option<T>> {
         let begun = Instant::now();
+        let mut next_pulse = PULSE;
         let mut state = self.state();
         loop {
             if !state.is_listening {
@@ -320,6 +215,14 @@ impl PayloadLink {
             let Some(left) = patience.checked_sub(waited).filter(|left| !left.is_zero()) else {
                 return Ok(None);
             };
+            if let Some(pulse) = self.pulse.as_ref().filter(|_| waited >= next_pulse) {
+                next_pulse = waited + PULSE;
+                drop(state);
+                pulse()?;
+                state = self.state();
+                continue;
+            }
+            let left = if self.pulse.is_some() { left.min(PULSE) } else { left };
             if state.is_listening {
                 let woken = self.heard.wait_timeout(state, left);
                 state = woken.unwrap_or_else(PoisonError::into_inner).0;
@@ -401,21 +304,36 @@ impl PayloadLink {
         }
         self.state().tickets.remove(&ticket);
         found?;
-        Err(io::Error::new(
-            ErrorKind::TimedOut,
-            "the kvferry host does not answer: it stands still",
-        ))
+        Err(io::Error::new(ErrorKind::TimedOut, NO_ANSWER))
     }
 
-    /// What was written into a reserved slot is for so many receivers.
+    /// Gives what was written into a reserved slot to so many receivers, as a chunk of the stream that
+    /// the key names if `is_chunk`. Whoever asks after this has returned gets it, unless a failure
+    /// says why nobody does.
     ///
     /// # Errors
-    /// The host is gone.
-    pub fn put(&self, slot: SlotId, key: PayloadKey, receivers: u32) -> io::Result<()> {
+    /// The host is gone or stands still, or the key is too long (`InvalidInput`).
+    pub fn put(
+        &self,
+        slot: SlotId,
+        key: PayloadKey,
+        (receivers, is_chunk): (u32, bool),
+    ) -> io::Result<Result<(), PayloadFailure>> {
+        check_names(key.text_len())?;
         let mut state = self.state();
-        let mut hooks = vec![ToHost::Payload(PayloadHook::Put { slot, key, receivers })];
+        let put = PayloadHook::Put { slot, key, receivers, is_chunk };
+        let mut hooks = vec![ToHost::Payload(put)];
         hooks.extend(state.ask_spares());
-        state.send(&hooks)
+        state.puts.insert(slot, None);
+        let sent = state.send(&hooks);
+        drop(state);
+        let stored = |state: &mut LinkState| {
+            state.puts.get(&slot)?.as_ref()?;
+            state.puts.remove(&slot).flatten()
+        };
+        let stored = sent.and_then(|()| self.until(GRACE, stored));
+        self.state().puts.remove(&slot);
+        stored?.ok_or_else(|| io::Error::new(ErrorKind::TimedOut, NO_ANSWER))
     }
 
     /// A reserved slot is not needed.
@@ -449,12 +367,13 @@ impl PayloadLink {
         key: &PayloadKey,
         hook: impl FnOnce(PayloadKey) -> PayloadHook,
     ) -> io::Result<()> {
+        check_names(key.text_len())?;
         let mut state = self.state();
         state.check()?;
         if state.wants.contains_key(key) {
             return Ok(());
         }
-        state.wants.insert(key.clone(), None);
+        state.wants.insert(key.clone(), WantedPayload::default());
         state.tell(hook(key.clone()))
     }
 
@@ -463,12 +382,13 @@ impl PayloadLink {
     /// # Errors
     /// The host is gone.
     pub fn fetch(&self, key: &PayloadKey, sender: Endpoint) -> io::Result<()> {
+        check_names(key.text_len())?;
         let mut state = self.state();
         state.check()?;
         if state.wants.contains_key(key) {
             return Ok(());
         }
-        state.wants.insert(key.clone(), None);
+        state.wants.insert(key.clone(), WantedPayload::default());
         state.send(&[ToHost::Fetch { key: key.clone(), sender }])
     }
 
@@ -494,6 +414,24 @@ impl PayloadLink {
     /// The host is gone.
     pub fn wait(&self, key: &PayloadKey, patience: Duration) -> io::Result<Option<PayloadOutcome>> {
         self.until(patience, |state| state.take_outcome(key))
+    }
+
+    /// The same; but a host that has not answered at all by then is waited for, at most for
+    /// a second, so that what was put before is not missed.
+    ///
+    /// # Errors
+    /// The host is gone.
+    pub fn wait_for_answer(
+        &self,
+        key: &PayloadKey,
+        patience: Duration,
+    ) -> io::Result<Option<PayloadOutcome>> {
+        if let Some(outcome) = self.wait(key, patience)? {
+            return Ok(Some(outcome));
+        }
+        let answer = |state: &mut LinkState| state.has_answer(key).then(|| state.take_outcome(key));
+        let left = ANSWER_WAIT.saturating_sub(patience);
+        Ok(self.until(left, answer)?.flatten())
     }
 
     /// Wants a payload no more; if it is there, it is for others.
@@ -526,20 +464,42 @@ impl PayloadLink {
         self.state().tell(PayloadHook::Release { claim })
     }
 
-    /// No further chunk of a stream is put; with a reason, because it was given up.
+    /// Tells those who want a payload that it will not be put, for this reason.
     ///
     /// # Errors
-    /// The host is gone.
-    pub fn end(&self, stream: PayloadStream, reason: Option<&str>) -> io::Result<()> {
-        self.state().tell(PayloadHook::End { stream, failure: reason.map(Into::into) })
+    /// The host is gone, or the key is too long (`InvalidInput`).
+    pub fn give_up(&self, key: PayloadKey, is_chunk: bool, reason: &str) -> io::Result<()> {
+        check_names(key.text_len())?;
+        self.state().tell(PayloadHook::GiveUp { key, is_chunk, failure: reason.into() })
     }
 
-    /// Nobody gets what is there of a stream and was not taken.
+    /// Drops a payload that was not taken.
     ///
     /// # Errors
-    /// The host is gone.
-    pub fn clean_up(&self, stream: PayloadStream) -> io::Result<()> {
-        self.state().tell(PayloadHook::CleanUp { stream })
+    /// The host is gone, or the key is too long (`InvalidInput`).
+    pub fn drop_payload(&self, key: PayloadKey) -> io::Result<()> {
+        check_names(key.text_len())?;
+        self.state().tell(PayloadHook::Drop { key })
+    }
+
+    /// Ends the stream that this process puts; with a reason, because it was given up.
+    ///
+    /// # Errors
+    /// The host is gone, or the name is too long (`InvalidInput`).
+    pub fn end(&self, stream: PayloadStream, reason: Option<&str>) -> io::Result<()> {
+        check_names(stream.text_len())?;
+        let failure = reason.map(Into::into);
+        self.state().tell(PayloadHook::End { stream, failure, is_own: true })
+    }
+
+    /// Drops the chunks of a stream that were not taken; with `is_own` only if this process puts or
+    /// gets the stream, and no other one has begun a later stream with its name.
+    ///
+    /// # Errors
+    /// The host is gone, or the name is too long (`InvalidInput`).
+    pub fn clean_up(&self, stream: PayloadStream, is_own: bool) -> io::Result<()> {
+        check_names(stream.text_len())?;
+        self.state().tell(PayloadHook::CleanUp { stream, is_own })
     }
 
     /// How it is used now.

@@ -135,6 +135,9 @@ pub enum ClientIdentity {
         /// Whose processes meet each other.
         deployment: Arc<str>,
         stage: Arc<str>,
+        /// Bytes of the pool that it asks for, if it would have started the host. One that nobody uses
+        /// and that has another pool ends.
+        pool: Option<u64>,
     },
 }
 

@@ -110,7 +110,10 @@ impl StageMetrics {
             }
             PayloadAnswer::Missing { failure, .. } => count(&self.gets, failure.kind()),
             PayloadAnswer::NotReserved { failure, .. } => count(&self.refused, failure.kind()),
-            PayloadAnswer::Reserved { .. } | PayloadAnswer::Abandoned { .. } => {}
+            PayloadAnswer::Reserved { .. }
+            | PayloadAnswer::Stored { .. }
+            | PayloadAnswer::Waits { .. }
+            | PayloadAnswer::Abandoned { .. } => {}
         }
     }
 

@@ -13,8 +13,8 @@ use kvferry_engine::core::ids::{EngineId, Incarnation};
 use kvferry_engine::core::machine::Machine;
 use kvferry_engine::core::omni_mori::OmniMoriInput;
 use kvferry_engine::core::payload::{
-    PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadFailure,
-    PayloadHook, PayloadInput, PayloadKey,
+    FormerUse, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect,
+    PayloadFailure, PayloadHook, PayloadInput, PayloadKey,
 };
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Endpoint, NextPoll};
@@ -41,6 +41,8 @@ const HOSTS_MAX: usize = 4_096;
 pub(super) struct StageConfig {
     pub(super) payloads: PayloadConfig,
     pub(super) incarnation: Incarnation,
+    /// Bytes of the pool, before they were rounded.
+    pub(super) pool_asked: u64,
     /// It ends when no process has been there for so long; if none is given, when it is told to.
     pub(super) idle: Option<Duration>,
 }
@@ -137,7 +139,14 @@ impl StageGateway {
             (Ok(version), ClientIdentity::Stage { .. }) if version < needed => {
                 format!("version {version} has no {lacks} install one version of kvferry for both")
             }
-            (Ok(_), ClientIdentity::Stage { deployment, stage }) => {
+            (Ok(_), ClientIdentity::Stage { pool, .. }) if self.is_outdated(pool) => {
+                let asked = self.config.pool_asked;
+                tracing::info!(client, asked, ?pool, "ends for a pool of another size");
+                // The connection ends with it, and who connects starts the next host.
+                self.end();
+                return Ok(());
+            }
+            (Ok(_), ClientIdentity::Stage { deployment, stage, .. }) => {
                 tracing::info!(client, %deployment, %stage, "a process of a stage joined");
                 let client = PayloadClient(client as u32);
                 let pool = FromHost::Pool {
@@ -223,8 +232,8 @@ impl StageGateway {
             }
             None => "this host serves no MoRI stages: give it payload_mori_listen".into(),
         };
-        let failure = PayloadFailure::GivenUp(why.into());
-        self.tell(client, PayloadAnswer::Missing { key, failure });
+        let (failure, former) = (PayloadFailure::GivenUp(why.into()), FormerUse::No);
+        self.tell(client, PayloadAnswer::Missing { key, failure, former });
     }
 
     /// A process has its answer about a payload, or is gone: if it was the last, it is pulled no more.
@@ -272,13 +281,22 @@ impl StageGateway {
 
     /// Ends the host if no process came or went since.
     fn end_if_idle(&mut self, changes: u64) {
-        if self.changes == changes
-            && self.clients.is_empty()
-            && let Some(over) = self.over.take()
-        {
+        if self.changes == changes && self.clients.is_empty() {
+            self.end();
+        }
+    }
+
+    fn end(&mut self) {
+        if let Some(over) = self.over.take() {
             // Who waits for it may have ended before.
             let _ = over.send(());
         }
+    }
+
+    /// True if the pool is not the one that a stage asks for, and was made for stages that are gone.
+    fn is_outdated(&self, asked: Option<u64>) -> bool {
+        let is_other = asked.is_some_and(|bytes| bytes != self.config.pool_asked);
+        is_other && self.config.idle.is_some() && self.clients.is_empty()
     }
 }
 
@@ -308,7 +326,7 @@ impl PlaneAdapter for StageGateway {
                 {
                     self.fetched(client, key);
                 }
-                if let PayloadAnswer::Missing { key, failure } = &answer {
+                if let PayloadAnswer::Missing { key, failure, .. } = &answer {
                     tracing::debug!(%client, %key, why = %failure, "a payload does not come");
                 }
                 self.tell(client, answer);

@@ -7,12 +7,16 @@ mod sidecar_process;
 use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
 use kvferry::sidecar::{ArrivedPayload, PayloadLink, PoolOffer};
 use kvferry_engine::core::ids::EngineId;
-use kvferry_engine::core::payload::{PayloadFailure, PayloadHook, PayloadKey, PayloadStream};
+use kvferry_engine::core::payload::{
+    KEY_BYTES_MAX, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
+};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
 use std::fs::File;
 use std::io::{BufRead, BufReader, ErrorKind};
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const POOL: u64 = 64 << 20;
@@ -39,12 +43,14 @@ impl StageProcess {
         let reserved = self.link.reserve(bytes.len() as u64, PATIENCE).expect("a host");
         let reserved = reserved.expect("there is room");
         self.pool.write_all_at(bytes, reserved.offset).expect("the pool can be written");
-        self.link.put(reserved.slot, key.clone(), 1).expect("a host");
+        let stored = self.link.put(reserved.slot, key.clone(), (1, key.chunk.is_some()));
+        stored.expect("a host").expect("the host takes it");
     }
 
     fn wait(&self, key: &PayloadKey) -> Result<ArrivedPayload, PayloadFailure> {
         self.link.want(key, None).expect("a host");
-        self.link.wait(key, PATIENCE).expect("a host").expect("there is an outcome")
+        let outcome = self.link.wait(key, PATIENCE).expect("a host");
+        outcome.expect("there is an outcome").map_err(|(failure, _)| failure)
     }
 
     /// The first bytes of a payload that arrived.
@@ -108,7 +114,7 @@ fn what_crosses_with_an_abandonment_is_for_the_next() {
         talker.link.release(payload.claim).expect("a host");
     }
     // What was released is so when this is answered.
-    assert_eq!(talker.wait(&stream("r").chunk(0)), Err(PayloadFailure::Taken));
+    assert_eq!(talker.wait(&stream("r").chunk(1)), Err(PayloadFailure::Taken));
     let page = scrape(metrics);
     series(&page, "kvferry_payload_misuses_total 0");
     series(&page, "kvferry_payloads 0");
@@ -190,6 +196,111 @@ fn nobody_waits_for_a_host_that_stands_still() {
 }
 
 #[test]
+fn what_was_put_is_what_the_next_one_gets() {
+    let host = SidecarProcess::with_args("put-twice", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    for number in 0..1_000 {
+        let key = stream(&format!("{number}")).whole();
+        for text in [b"first", b"later"] {
+            thinker.put(&key, text);
+        }
+        talker.link.want(&key, None).expect("a host");
+        let outcome = talker.link.wait_for_answer(&key, Duration::ZERO).expect("a host");
+        let Some(Ok(payload)) = outcome else { panic!("{outcome:?}") };
+        assert_eq!(talker.read(&payload, 5), b"later");
+        talker.link.release(payload.claim).expect("a host");
+    }
+}
+
+#[test]
+fn names_that_are_too_long_are_refused_and_nothing_else() {
+    let host = SidecarProcess::with_args("long-names", &POOL_ARGS);
+    let (thinker, talker) = (StageProcess::of(&host, "0"), StageProcess::of(&host, "1"));
+    for bytes in [KEY_BYTES_MAX, 40_000_000, 70_000_000] {
+        let key = stream(&"k".repeat(bytes)).whole();
+        let slot = thinker.link.reserve(1, PATIENCE).expect("a host").expect("room").slot;
+        let long = [
+            thinker.link.put(slot, key.clone(), (1, false)).err(),
+            talker.link.want(&key, None).err(),
+            thinker.link.end(key.stream.clone(), None).err(),
+            talker.link.clean_up(key.stream.clone(), false).err(),
+        ];
+        for why in long {
+            let why = why.expect("it is too long");
+            assert_eq!(why.kind(), ErrorKind::InvalidInput, "{why}");
+            assert!(why.to_string().contains("give requests shorter ids"), "{why}");
+        }
+        thinker.link.give_back(slot).expect("a host");
+    }
+    thinker.put(&stream("r").whole(), b"all");
+    assert!(talker.wait(&stream("r").whole()).is_ok());
+}
+
+#[test]
+fn a_pulse_ends_a_wait() {
+    let host = SidecarProcess::with_args("pulse", &POOL_ARGS);
+    let connected = PayloadLink::connect(&host.socket, "server", "1").expect("the host listens");
+    let ends = Arc::new(AtomicBool::new(false));
+    let seen = ends.clone();
+    let link = connected.with_pulse(move || match seen.load(Ordering::Relaxed) {
+        true => Err(ErrorKind::Interrupted.into()),
+        false => Ok(()),
+    });
+    link.wait_ready(PATIENCE).expect("it has a pool");
+    let (key, other) = (stream("r").whole(), stream("s").whole());
+    link.want(&key, None).expect("a host");
+    link.want(&other, None).expect("a host");
+    let all = link.reserve(POOL - (1 << 20), PATIENCE).expect("a host").expect("room");
+    std::thread::scope(|scope| {
+        let mut waits = vec![scope.spawn(|| link.wait(&key, PATIENCE).err())];
+        waits.push(scope.spawn(|| link.wait(&other, PATIENCE).err()));
+        waits.push(scope.spawn(|| link.reserve(2 << 20, PATIENCE).err()));
+        while link.gauges().tickets == 0 {
+            std::thread::yield_now();
+        }
+        ends.store(true, Ordering::Relaxed);
+        for wait in waits {
+            let why = wait.join().expect("no panic").expect("it was ended");
+            assert_eq!(why.kind(), ErrorKind::Interrupted);
+        }
+    });
+    ends.store(false, Ordering::Relaxed);
+    // What comes of the reservation goes back.
+    link.give_back(all.slot).expect("a host");
+    link.reserve(POOL - (1 << 20), PATIENCE).expect("a host").expect("there is room");
+}
+
+#[test]
+fn a_host_that_stages_started_ends_for_a_pool_of_another_size() {
+    let args = ["--payload-pool", "67108864", "--idle-s", "600"];
+    let socket = sidecar_process::place("other-pool");
+    let mut child = sidecar_process::spawn(&socket, None, &args);
+    let connect = |pool| PayloadLink::connect_for(&socket, ("server", "0"), pool);
+    let link = loop {
+        match connect(Some(POOL)) {
+            Ok(link) if link.wait_ready(PATIENCE).is_ok() => break link,
+            _ => std::thread::yield_now(),
+        }
+    };
+    // Not as long as somebody uses it, nor for who does not say which one it needs.
+    for pool in [Some(2 * POOL), None] {
+        let other = connect(pool).expect("the host listens");
+        assert_eq!(other.wait_ready(PATIENCE).expect("it has a pool").bytes, POOL);
+    }
+    link.close();
+    drop(link);
+    // The host hears of the end of a connection in its own time.
+    loop {
+        let other = connect(Some(2 * POOL)).expect("the host listens");
+        match other.wait_ready(PATIENCE) {
+            Ok(_) => std::thread::yield_now(),
+            Err(why) => break assert_eq!(why.kind(), ErrorKind::NotConnected, "{why}"),
+        }
+    }
+    assert!(child.wait().expect("it ends").success());
+}
+
+#[test]
 fn a_host_serves_stages_or_an_engine() {
     let of_engine = SidecarProcess::start("no-stages");
     let link = PayloadLink::connect(&of_engine.socket, "server", "0").expect("it listens");
@@ -209,7 +320,7 @@ fn who_wants_a_payload_of_mori_where_that_is_not_served_is_told() {
     let key = stream("r").chunk(0);
     talker.link.fetch(&key, "tcp://127.0.0.1:50051".into()).expect("a host");
     let outcome = talker.link.wait(&key, PATIENCE).expect("a host").expect("there is an outcome");
-    let Err(PayloadFailure::GivenUp(why)) = outcome else { panic!("{outcome:?}") };
+    let Err((PayloadFailure::GivenUp(why), _)) = outcome else { panic!("{outcome:?}") };
     assert!(why.contains("payload_mori_listen"), "{why}");
 }
 
@@ -261,7 +372,8 @@ fn settings_of_a_pool_that_hosts_share_are_said_to_be_ignored_by_those_without_o
 #[test]
 fn who_says_what_is_not_its_to_say_is_cut_off() {
     let host = SidecarProcess::with_args("misuse", &POOL_ARGS);
-    let identity = || ClientIdentity::Stage { deployment: "server".into(), stage: "0".into() };
+    let identity =
+        || ClientIdentity::Stage { deployment: "server".into(), stage: "0".into(), pool: None };
     for said in [ToHost::Payload(PayloadHook::Left), ToHost::Unable { why: "no".into() }] {
         let (mut client, mut heard) = (host.connect(identity()), Vec::new());
         client.send(&said).expect("the host reads");

@@ -75,6 +75,10 @@ class Adapter(OmniChunkTransferAdapter):
         return not self._pending_save_reqs and self._pending_save_reqs.taken == self.sent
 
 
+def audio(chunk: int) -> torch.Tensor:
+    return torch.arange(8).view(2, 4) + chunk
+
+
 def begin(here: Any, stage: int, extra: dict[str, Any], name: str = NAME) -> None:
     kvferry.omni.register()
     model = SimpleNamespace(

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from kvferry.omni import KvferryOmniConnector, PayloadLost
+from kvferry.omni import KvferryOmniConnector, PayloadLost, receiving
 
 # Nobody waits so long but for what does not come.
 PATIENCE_S = 120
@@ -21,7 +21,9 @@ CONTEXT = multiprocessing.get_context("fork")
 
 
 def serve(pipe: Any, extra: dict[str, Any] | None) -> None:
-    here = SimpleNamespace(kept={}, connector=None)
+    here = SimpleNamespace(kept={}, connector=None, lives={})
+    # What may have become of an earlier request is the outcome of the next one sooner than for users.
+    receiving.UNSURE_S["perhaps"] = 0.5
     try:
         if extra is not None:
             here.connector = KvferryOmniConnector(extra)
@@ -146,6 +148,16 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 def put(here: Any, key: str, data: Any, stages: tuple[str, str] = ("0", "1")) -> Any:
     return here.connector.put(*stages, key, data)
+
+
+def put_chunk(
+    here: Any, request: str, chunk: int, data: Any, stages: tuple[str, str] = ("0", "1"), goes_on: bool = False
+) -> Any:
+    """As vLLM-Omni's adapter of chunks puts: the first chunk is one of another request, unless it goes on."""
+    if chunk == 0 and not goes_on:
+        here.lives[request] = object()
+    with here.connector.chunks_of((*stages, request), here.lives[request]):
+        return put(here, f"{request}_{stages[0]}_{chunk}", data, stages)
 
 
 def plain(obj: Any) -> Any:

@@ -10,7 +10,7 @@ import adapters
 import kvferry.omni
 import pytest
 import torch
-from adapters import begin, begin_to_receive, finish, receive, send, used
+from adapters import audio, begin, begin_to_receive, finish, receive, send, used
 from kvferry.omni import hooks
 from stages import health, wait_for
 from vllm_omni.distributed.omni_connectors.factory import OmniConnectorFactory
@@ -28,10 +28,6 @@ def pair(pipeline):
         made.append(pipeline.bare())
         made[-1](begin, stage, pipeline.extra(stage, put_wait_s=0))
     return made
-
-
-def audio(chunk: int) -> torch.Tensor:
-    return torch.arange(8).view(2, 4) + chunk
 
 
 def test_a_stream_arrives_chunk_by_chunk(pair):
@@ -149,7 +145,7 @@ def registered(here: Any, name: str) -> tuple[str, list[bool]]:
         kvferry.omni.register()
     names = OmniConnectorFactory.list_registered_connectors()
     wrapped = [
-        hasattr(getattr(OmniChunkTransferAdapter, name), "of_kvferry") for name in (hooks.POLL, hooks.SENT, hooks.RECEIVED)
+        hasattr(getattr(OmniChunkTransferAdapter, name), "of_kvferry") for name in (hooks.POLL, hooks.SEND, hooks.SENT, hooks.RECEIVED)
     ]
     assert hooks.unwrapped is None and names.count(hooks.NAME) == 1
     # Once.
@@ -158,7 +154,7 @@ def registered(here: Any, name: str) -> tuple[str, list[bool]]:
 
 
 def test_o33_the_name_is_registered_and_the_adapter_wrapped(pipeline):
-    assert pipeline.bare()(registered, hooks.NAME) == ("kvferry.omni.hooks", [True] * 3)
+    assert pipeline.bare()(registered, hooks.NAME) == ("kvferry.omni.hooks", [True] * 4)
     assert pipeline.bare()(registered, hooks.MORI)[0] == "vllm_omni.distributed.omni_connectors.factory"
 
 

@@ -1,5 +1,6 @@
 """What in vLLM-Omni calls a connector beside the adapter of chunks: its manager of KV caches and its synchronous payloads."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm_omni.distributed.omni_connectors.model_runner.omni_connector_payload_t
 NEVER_S = 600.0
 
 
-def manage(here: Any, stage: int, extra: dict[str, Any]) -> None:
+def manage(here: Any, stage: int, extra: dict[str, Any], rank: int = 0, ranks: int = 1) -> None:
     kvferry.omni.register()
     # It passes the configuration on as it is: a stage_id it has for names that it knows.
     config = {"type": hooks.NAME, **extra}
@@ -34,14 +35,18 @@ def manage(here: Any, stage: int, extra: dict[str, Any]) -> None:
             need_send_cache=stage == 0,
             need_recv_cache=stage == 1,
             recv_timeout=NEVER_S,
+            from_tp=ranks,
+            to_tp=ranks,
         )
     )
+    # As a process of that rank has it.
+    here.manager._tp_topo = dataclasses.replace(here.manager._tp_topo, local_rank=rank)
     here.connector = here.manager.connector
     assert isinstance(here.connector, KvferryOmniConnector)
 
 
 def keys_of(request: str) -> torch.Tensor:
-    return torch.arange(24.0).view(4, 2, 3) + len(request)
+    return torch.arange(240_000.0).view(4, 2, 30_000) + len(request)
 
 
 def transfer(here: Any, request: str) -> None:

@@ -203,6 +203,27 @@ def test_memory_may_be_anything_with_a_buffer():
         encoded.write(bytearray(encoded.nbytes - 1))
 
 
+@pytest.mark.parametrize("obj", [["x" * (20 << 20)], [0.5] * 2_000_000], ids=["text", "list"])
+def test_long_texts_and_lists_are_the_same(obj):
+    assert there_and_back(obj) == obj
+
+
+@pytest.mark.parametrize("codes", [[codec.LEAF_CODE], [75, 1, 2], [*range(-128, -1), *range(127)]], ids=len)
+def test_msgpack_extensions_of_an_object_stay_its_own(codes):
+    """Beside tensors, which are extensions in the skeleton as well, and with bytes that look like those of a leaf."""
+    extensions = [msgpack.Ext(code, b"K" * length) for code in codes for length in (1, 4, 16, 75, 300)]
+    obj = {"own": extensions, "tensor": torch.arange(75), "text": "\xc7KKK", "ids": [75, 75 << 8, 0xC74B4B]}
+    back = there_and_back(obj)
+    # What the serializer makes of them.
+    assert back["own"] == extensions and torch.equal(back["tensor"], obj["tensor"])
+    assert (back["text"], back["ids"]) == (obj["text"], obj["ids"])
+
+
+def test_extensions_of_all_codes_are_refused():
+    with pytest.raises(ValueError, match="leave one of them unused"):
+        codec.encode([msgpack.Ext(code, b"x") for code in range(128)])
+
+
 def test_what_the_serializer_refuses_is_refused():
     for obj in [{"a": object()}, [torch.nn.Linear(1, 1)], np.array([object()], dtype=object)]:
         with pytest.raises(TypeError) as theirs:
@@ -211,7 +232,7 @@ def test_what_the_serializer_refuses_is_refused():
             codec.encode(obj)
         assert str(ours.value) == str(theirs.value)
     with pytest.raises(ValueError, match="put its long lists as tensors or arrays"):
-        codec.encode(["x" * codec.HEADER_MAX])
+        codec.encode(["x" * 5000], header_max=5000)
 
 
 def inside(obj: Any, memory: torch.Tensor) -> bool:
@@ -269,7 +290,8 @@ def test_damage_is_an_error_or_an_object_within_the_memory(seed):
 def whole(skeleton: bytes, tail: int = 0, raw: int = 0, **lies: int) -> bytearray:
     """A payload as somebody makes it who wants to do harm."""
     start = codec.PREAMBLE.size + len(skeleton)
-    says = {"magic": codec.MAGIC, "version": codec.VERSION, "raw": raw, "length": len(skeleton), "nbytes": start + tail}
+    says = {"magic": codec.MAGIC, "version": codec.VERSION, "raw": raw, "length": len(skeleton)}
+    says |= {"code": codec.LEAF_CODE, "nbytes": start + tail}
     return bytearray(codec.PREAMBLE.pack(*(says | lies).values()) + skeleton + bytes(tail))
 
 
@@ -289,7 +311,7 @@ ADDRESSED = {
     "form": (whole(b"\xc0", raw=2), "form 2"),
     "header past the memory": (whole(b"\xc0", length=1 << 20), "a header of"),
     "header past the payload": (whole(b"\xc0", tail=99, length=20, nbytes=40), "a header of"),
-    "long header": (whole(bytes(codec.HEADER_MAX)), "a header of"),
+    "long header": (whole(b"\xc0", length=codec.HEADER_MAX), "a header of .*object_bytes"),
     "payload past the memory": (whole(b"\xc0", nbytes=1 << 62), "in all"),
     "empty skeleton": (whole(b""), "DecodeError"),
     "not msgpack": (whole(b"\xc1"), "DecodeError"),
@@ -384,7 +406,7 @@ def test_what_a_stage_with_moris_connector_gets_is_what_it_would_be_put(seed):
     memory = pool(encoded.nbytes + 5)
     encoded.write(memory)
     data, is_raw = of_mori(obj)
-    _, _, form, length, nbytes = codec.PREAMBLE.unpack_from(memory.numpy())
+    _, _, form, length, _, nbytes = codec.PREAMBLE.unpack_from(memory.numpy())
     assert (form, length, nbytes) == (codec.FOREIGN_RAW if is_raw else codec.FOREIGN_SERIALIZED, 0, encoded.nbytes)
     assert memory[codec.ALIGNMENT : nbytes].numpy().tobytes() == data
 
@@ -418,7 +440,7 @@ def test_what_is_empty_is_serialized():
 def test_a_damaged_payload_of_mori_is_said_to_be(form, length, nbytes):
     memory = pool(100)
     memory[: codec.PREAMBLE.size] = torch.frombuffer(
-        bytearray(codec.PREAMBLE.pack(codec.MAGIC, codec.VERSION, form, length, nbytes)), dtype=torch.uint8
+        bytearray(codec.PREAMBLE.pack(codec.MAGIC, codec.VERSION, form, length, 0, nbytes)), dtype=torch.uint8
     )
     with pytest.raises(codec.PayloadError):
         codec.decode(memory)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvferry.omni import KvferryOmniConnector, PayloadLost, sending, settings
+from kvferry.omni import KvferryOmniConnector, PayloadLost, settings
 from kvferry.omni.keys import parsed
 from kvferry.omni.outcomes import OUTCOMES
 from objects import DTYPES, anything, same, stored, tensor
-from stages import clean_up, close, drop, get, health, keep, kept, lost, plain, poll, put, settle, wait_for
+from stages import clean_up, close, drop, get, health, keep, kept, lost, plain, poll, put, put_chunk, settle, wait_for, want
 from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorBase
 from vllm_omni.distributed.omni_connectors.connectors.mori_transfer_engine_connector import (
     MoriTransferEngineConnector,
@@ -249,8 +249,8 @@ def test_r10_outcomes_are_told_apart(pipeline):
     assert receiver(lost, "x") == "corrupt"
     of_sender, of_receiver = sender(health), receiver(health)
     assert of_sender["failures"] == {"too-long": 1, "unencodable": 1}
-    assert of_sender["outcomes"]["pool_full"] == 1 and "r_0_1" not in of_sender["last_error"]
-    assert "chunk 1 of r from stage 0" in of_sender["last_error"]
+    assert of_sender["outcomes"]["pool_full"] == 1
+    assert of_sender["last_error"].startswith("r_0_1 from stage 0 to stage 1: TypeError: ")
     assert of_receiver["failures"] == {"given-up": 2, "cleaned-up": 1, "corrupt": 1}
     outcomes = of_receiver["outcomes"]
     assert (outcomes["peer_down"], outcomes["unknown"], outcomes["corrupt"]) == (2, 1, 1)
@@ -522,12 +522,17 @@ def test_r16_o24_no_driver_is_needed(pipeline):
 def test_o21_a_payload_has_one_receiver(pipeline):
     sender, first, second = pipeline.stage(0), pipeline.stage(1), pipeline.stage(1)
     sender(put, "k", b"x")
+    first(want, "other")
     assert first(get, "k") == (bytes, b"x")
-    assert second(lost, "k") == "taken"
-    # Who has had it is asked whether there is another one with its key.
-    assert first(poll, "k") is None
+    # Whoever asks then waits for the next one with this key, which another request may put.
+    assert second(poll, "k") is None and second(poll, "k") is None
     sender(put, "k", b"y")
-    assert first(get, "k") == (bytes, b"y")
+    assert second(get, "k") == (bytes, b"y")
+    # Of a stream's later chunks there is no other one.
+    for chunk in range(2):
+        sender(put_chunk, "r", chunk, [chunk])
+        assert first(get, f"r_0_{chunk}") == [chunk]
+    assert second(lost, "r_0_1") == "taken"
 
 
 def test_o6_of_two_who_want_a_key_one_gets_it(pipeline):
@@ -569,29 +574,22 @@ def test_o15_o16_a_full_pool_is_waited_for_and_said(pipeline):
 def test_a_chunk_that_is_not_put_ends_its_stream(pipeline):
     """What followed would come in its place: vLLM-Omni puts the next chunk with the key of the one that failed."""
     sender, receiver = pipeline.stage(0, put_wait_s=0), pipeline.stage(1)
-    assert sender(put, "r_0_0", [0])[0]
-    assert not sender(put, "r_0_1", torch.empty(32 << 20, dtype=torch.uint8))[0]
-    assert not sender(put, "r_0_1", [2])[0]
+    assert sender(put_chunk, "r", 0, [0])[0]
+    assert not sender(put_chunk, "r", 1, torch.empty(32 << 20, dtype=torch.uint8))[0]
+    assert not sender(put_chunk, "r", 1, [2])[0]
     assert receiver(get, "r_0_0") == [0]
     assert receiver(lost, "r_0_1") == "given-up"
     # The next request with this id begins anew.
-    assert sender(put, "r_0_0", ["new"])[0]
+    assert sender(put_chunk, "r", 0, ["new"])[0]
     assert receiver(get, "r_0_0") == ["new"]
 
 
-def forgotten_soon(here: Any) -> None:
-    """As when a minute has passed."""
-    sending.FIRST_GIVEN_UP_S = 0.0
-
-
-def test_a_first_chunk_that_is_not_put_ends_its_stream_for_a_while(pipeline):
-    """Which chunk comes next under its key, or whether it is another request, cannot be seen."""
+def test_a_first_chunk_that_is_not_put_ends_its_request_and_no_other(pipeline):
     sender, receiver = pipeline.stage(0, put_wait_s=0), pipeline.stage(1)
-    assert not sender(put, "r_0_0", torch.empty(32 << 20, dtype=torch.uint8))[0]
-    assert not sender(put, "r_0_0", ["the second chunk"])[0]
+    assert not sender(put_chunk, "r", 0, torch.empty(32 << 20, dtype=torch.uint8))[0]
+    assert not sender(put_chunk, "r", 0, ["the second chunk"], ("0", "1"), True)[0]
     assert receiver(lost, "r_0_0") == "given-up"
-    sender(forgotten_soon)
-    assert sender(put, "r_0_0", ["another request"])[0]
+    assert sender(put_chunk, "r", 0, ["another request"])[0]
     assert receiver(get, "r_0_0") == ["another request"]
 
 
@@ -624,17 +622,21 @@ def test_a_loss_is_told_at_most_once_a_second(pipeline):
     assert told[0] == "k from stage 0 to stage 1 is lost (cleaned-up): it was cleaned up"
 
 
-def test_cleanup_is_of_a_chunk_or_of_a_request(pipeline):
+def test_cleanup_is_of_a_payload_or_of_a_stream(pipeline):
     sender, receiver = pipeline.stage(0), pipeline.stage(1)
     for chunk in range(3):
-        sender(put, f"r_0_{chunk}", [chunk])
+        sender(put_chunk, "r", chunk, [chunk])
     sender(clean_up, "r_0_1")
     assert receiver(get, "r_0_0") == [0] and receiver(get, "r_0_2") == [2]
-    assert receiver(lost, "r_0_1") == "taken"
+    assert receiver(lost, "r_0_1") == "cleaned-up"
     for chunk in range(3):
-        sender(put, f"q_0_{chunk}", [chunk])
+        sender(put_chunk, "q", chunk, [chunk])
+        # What is no chunk only looks like one.
+        sender(put, f"p_0_{chunk}", [chunk])
     sender(clean_up_internal, "q@0_1")
+    sender(clean_up, "p")
     assert {receiver(lost, f"q_0_{chunk}") for chunk in range(3)} == {"cleaned-up"}
+    assert [receiver(get, f"p_0_{chunk}") for chunk in range(3)] == [[0], [1], [2]]
     assert sender(bad_clean_ups) == 3
 
 

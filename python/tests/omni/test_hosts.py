@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from stages import get, hosts, kill, lost, put, wait_for, want
+from stages import get, hosts, kill, lost, poll, put, put_chunk, wait_for, want
 
 
 def engine(here: Any) -> str | None:
@@ -40,9 +40,25 @@ def test_r2_metadata_names_the_host(pipeline, monkeypatch):
     assert second(get, "k", ("0", "1"), metadata) == [1, 2]
 
 
+def test_metadata_that_comes_later_names_the_host_as_well(pipeline, monkeypatch):
+    monkeypatch.setenv("KVFERRY_HOST_PAYLOAD_LISTEN", "127.0.0.1:0")
+    first, second = (pipeline.stage(stage, socket=str(pipeline.folder / str(stage))) for stage in (0, 1))
+    assert second(poll, "k") is None
+    _, _, metadata = first(put, "k", [1, 2])
+    assert second(get, "k", ("0", "1"), metadata) == [1, 2]
+
+
+def test_an_id_is_used_again_on_other_machines(machines):
+    first, second = machines
+    for again in range(3):
+        for chunk in range(2):
+            first(put_chunk, "r", chunk, [again, chunk])
+            assert second(get, f"r_0_{chunk}") == [again, chunk]
+
+
 def test_a_lost_machine_is_an_outcome(pipeline, machines):
     first, second = machines
-    first(put, "r_0_0", [0])
+    first(put_chunk, "r", 0, [0])
     assert second(get, "r_0_0") == [0]
     second(want, "r_0_1")
     first.kill()

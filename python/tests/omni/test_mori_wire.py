@@ -70,7 +70,7 @@ class Host:
     def put(self, key: tuple[str, str, str, int | None], encoded: codec.Encoded) -> None:
         slot, offset = self.thinker.reserve(encoded.nbytes, PATIENCE)
         encoded.write(self.pool(self.thinker)[offset : offset + encoded.nbytes])
-        self.thinker.put(slot, key)
+        self.thinker.put(slot, key, False)
         # An answer says that it is there, and not on its way; a slot of that length is none that is kept.
         slot, _ = self.thinker.reserve(1 << 20, PATIENCE)
         self.thinker.give_back(slot)

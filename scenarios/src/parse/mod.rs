@@ -300,9 +300,12 @@ impl Scenario {
         if hosts.is_empty() {
             return Ok(Vec::new());
         }
-        let tables = (0..).zip(&self.stream);
-        let streams = tables.map(|(n, table)| table.streams((&self.file, n), seed, hosts));
-        Ok(streams.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
+        let mut streams = Vec::new();
+        for (n, table) in (0..).zip(&self.stream) {
+            let more = table.streams((&self.file, n), seed, (hosts, streams.len()))?;
+            streams.extend(more);
+        }
+        Ok(streams)
     }
 
     /// The cost of a step follows the TP size, also after a restart.

@@ -76,6 +76,7 @@ section! {
         empty: Distribution<Probability> = Probability(0);
         whole: Distribution<bool> = false;
         puts: Distribution<u32> = 1, in (1, 64);
+        again: Distribution<u32> = 0, in (0, 64);
         copies: Option<Distribution<u32>>, in (1, 64);
         pause: Distribution<Nanos> = Nanos::ZERO;
         write: Distribution<Nanos> = Nanos::from_us(10);
@@ -179,19 +180,24 @@ impl TopologySpec {
 }
 
 impl StreamSpec {
-    /// Streams of the `table`th table, between these hosts.
+    /// Streams of the `table`th table, between these hosts and behind so many streams.
     pub(super) fn streams(
         &self,
         (file, table): (&FileName, u64),
         seed: u64,
-        hosts: &[PayloadHostSettings],
+        (hosts, before): (&[PayloadHostSettings], usize),
     ) -> Result<Vec<WorkloadStream>, ScenarioError> {
         let key = DecisionKey::new(seed, "stream").actor(table);
         let mut begins = Nanos::ZERO;
         let mut streams = Vec::new();
         for n in 0..self.count.draw(&key.part("count")) {
             let key = key.nth(u64::from(n));
-            streams.push(self.stream(file, begins, &key, hosts)?);
+            streams.push(self.stream(file, (begins, None), &key, hosts)?);
+            for again in 0..self.again.draw(&key.part("again")) {
+                let of = Some((before + streams.len() - 1) as u32);
+                let key = key.part("again").nth(u64::from(again));
+                streams.push(self.stream(file, (Nanos::ZERO, of), &key, hosts)?);
+            }
             begins = begins + self.every.draw(&key.part("every"));
         }
         Ok(streams)
@@ -200,7 +206,7 @@ impl StreamSpec {
     fn stream(
         &self,
         file: &FileName,
-        begins: Nanos,
+        (begins, of): (Nanos, Option<u32>),
         key: &DecisionKey,
         hosts: &[PayloadHostSettings],
     ) -> Result<WorkloadStream, ScenarioError> {
@@ -244,7 +250,7 @@ impl StreamSpec {
         let (wait, end) = (self.wait.draw(&key.part("wait")), self.end.draw(&key.part("end")));
         let puts = self.puts.draw(&key.part("puts"));
         let copies = or(&self.copies, receivers.len() as u32, &key.part("copies"));
-        Ok(WorkloadStream { from, start, chunks, is_whole, puts, copies, wait, end, receivers })
+        Ok(WorkloadStream { of, from, start, chunks, is_whole, puts, copies, wait, end, receivers })
     }
 
     /// The host that a name means; any if none is named.

@@ -26,6 +26,9 @@ pub struct PayloadHostSettings {
 /// All that one process puts for others of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkloadStream {
+    /// The earlier stream whose id it uses again: it begins when that is over, and its times count
+    /// from then. None if its id is its own.
+    pub of: Option<u32>,
     /// Index of the host where its producer is.
     pub from: u16,
     /// When the producer begins.

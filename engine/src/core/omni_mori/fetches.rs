@@ -117,12 +117,13 @@ impl OmniMori {
         self.dequeue(&fetch.sender, key);
     }
 
-    /// Those who want it are told that it does not come, nor what follows it.
+    /// Tells its receivers that it does not come.
     pub(super) fn failed(&mut self, key: &PayloadKey, why: &str, turn: &mut StageTurn<'_>) {
         self.forget_fetch(key);
-        let (stream, failure) = (key.stream.clone(), Some(why.into()));
-        turn.push(PayloadHook::End { stream, failure });
-        turn.push(OmniMoriReport::Fetched { key: key.clone(), outcome: Err(why.into()) });
+        let (key, why): (_, Arc<str>) = (key.clone(), why.into());
+        let given_up = (key.clone(), why.clone());
+        turn.push(PayloadHook::GiveUp { key: given_up.0, is_chunk: false, failure: given_up.1 });
+        turn.push(OmniMoriReport::Fetched { key, outcome: Err(why) });
     }
 
     /// Asks once more, unless that was in vain often enough.
@@ -350,7 +351,7 @@ impl OmniMori {
         self.regions.remove(&region);
         if let AfterRevoke::Put = after {
             turn.push(OmniMoriEffect::Preamble(foreign));
-            turn.push(PayloadHook::Put { slot, key: key.clone(), receivers: 1 });
+            turn.push(PayloadHook::Put { slot, key: key.clone(), receivers: 1, is_chunk: false });
             let outcome = Ok(foreign.bytes);
             turn.push(OmniMoriReport::Fetched { key: key.clone(), outcome });
         } else {

@@ -254,9 +254,11 @@ impl OmniMori {
             PayloadAnswer::NotReserved { ticket, failure } => {
                 self.not_reserved(ticket, &failure, turn);
             }
-            PayloadAnswer::Missing { key, failure } => self.missing(&key, &failure, turn),
+            PayloadAnswer::Missing { key, failure, .. } => self.missing(&key, &failure, turn),
             PayloadAnswer::Abandoned { key } => self.was_abandoned(&key, turn),
-            PayloadAnswer::Arrived { .. } => {}
+            PayloadAnswer::Arrived { .. }
+            | PayloadAnswer::Stored { .. }
+            | PayloadAnswer::Waits { .. } => {}
         }
     }
 

@@ -1,5 +1,6 @@
 //! What other hosts are asked for, how far each is with it, and when it is asked again.
 
+use super::fetch::share_of;
 use super::io::PayloadFailure;
 use super::note::ScopedKey;
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
@@ -165,7 +166,7 @@ impl PayloadCore {
         let is_over = room != Nanos::ZERO && turn.now >= since + room;
         if is_over && !planted!("room-is-waited-for-for-ever") {
             ask.roomless = None;
-            let failure = self.slots.full(bytes, self.shares());
+            let failure = self.slots.full(&share_of(place), bytes, self.shares());
             return self.fail_clients(place, &failure, turn);
         }
         if let Some(asked) = self.asked_mut(host, place) {

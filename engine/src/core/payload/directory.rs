@@ -4,9 +4,10 @@
 //! if the stream is known to be its own, or if nobody else has begun that stream.
 
 use super::asks::{ASK_PAUSE, AskState, AskedHost, PayloadAsk};
+use super::ends::former_use;
 use super::exchange::{PayloadReceiver, WantSource};
 use super::fetch::FETCHES_MAX;
-use super::io::{PayloadEffect, PayloadFailure, PayloadHost};
+use super::io::{FormerUse, PayloadEffect, PayloadFailure, PayloadHost};
 use super::note::{DirectoryCall, PayloadNote, REMOTE_NAMES_MAX, ScopedKey};
 use super::slots::ScopedStage;
 use super::source::{LOST_WAIT, cut};
@@ -498,7 +499,12 @@ impl PayloadCore {
             };
             if let Some(failure) = failure {
                 self.unwant(receiver, place, turn);
-                self.fail_want(receiver, place, &failure, turn);
+                let former = match place.key.chunk {
+                    // The other host may have meant an earlier request.
+                    None | Some(0) if stage_left.is_none() => former_use(&failure),
+                    _ => FormerUse::No,
+                };
+                self.fail_want_as(receiver, place, (&failure, former), turn);
             }
         }
     }
@@ -509,7 +515,10 @@ impl PayloadCore {
         ask: &PayloadAsk,
         stage_left: Option<&PayloadFailure>,
     ) -> Option<PayloadFailure> {
-        let told = self.stream_host.get(&place.stream()).and_then(|(host, _)| ask.missing(host));
+        // Where a first chunk came from says nothing of the next request with the same id.
+        let is_later = place.key.chunk > Some(0) || planted!("an-id-stays-with-its-host");
+        let of_stream = self.stream_host.get(&place.stream()).filter(|_| is_later);
+        let told = of_stream.and_then(|(host, _)| ask.missing(host));
         if told.is_some() {
             return told.cloned();
         }
@@ -517,7 +526,7 @@ impl PayloadCore {
         let open = |of: &AskedHost| {
             matches!(of.state, AskState::Unasked | AskState::Asked | AskState::Full)
         };
-        let is_begun = self.producers.get(&place.stream()).is_some();
+        let is_begun = self.lives.get(&place.stream()).is_some();
         if !planted!("any-host-ends-a-stream") && (is_begun || ask.hosts.values().any(open)) {
             return None;
         }

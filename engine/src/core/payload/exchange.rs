@@ -1,6 +1,10 @@
 //! Payloads, and those who want them.
 
-use super::io::{ClaimId, PayloadAnswer, PayloadClient, PayloadEffect, PayloadFailure, SlotId};
+use super::ends::former_use;
+use super::io::{
+    ClaimId, FormerUse, KEY_BYTES_MAX, PayloadAnswer, PayloadClient, PayloadEffect, PayloadFailure,
+    SlotId,
+};
 use super::note::ScopedKey;
 use super::source::PeerHost;
 use super::{PayloadCore, PayloadTimer, PayloadTurn};
@@ -22,12 +26,23 @@ pub(super) struct CopyOrigin {
 pub(super) struct HeldPayload {
     pub(super) slot: SlotId,
     generation: u64,
+    /// True if it is a chunk of the stream that its key names.
+    pub(super) is_chunk: bool,
     /// Receivers that are still to come.
     left: u32,
     /// Receivers for whom it arrived, and who have not taken it.
     untaken: u32,
     /// The host that has it for those who want more of it; none if it was put here.
     pub(super) origin: Option<CopyOrigin>,
+}
+
+/// Who has put a payload.
+#[derive(Debug)]
+pub(super) enum PutOrigin {
+    /// A client of this host, for so many receivers.
+    Here { receivers: u32, is_chunk: bool },
+    /// A client of another host, for one receiver of this one.
+    Elsewhere(CopyOrigin),
 }
 
 impl HeldPayload {
@@ -77,7 +92,7 @@ impl PayloadCore {
         &mut self,
         client: PayloadClient,
         slot: SlotId,
-        (place, receivers): (ScopedKey, u32),
+        (place, receivers, is_chunk): (ScopedKey, u32, bool),
         turn: &mut PayloadTurn<'_>,
     ) {
         let Some(state) = self.clients.get_mut(&client) else { return };
@@ -88,9 +103,15 @@ impl PayloadCore {
             self.misused(client, "a payload has one receiver at least", turn);
             return self.let_go(slot, turn);
         }
-        self.spent.remove(&place);
-        self.begin_stream(client, &place);
-        self.hold(place, slot, (receivers, None), turn);
+        let failure = if is_chunk { self.begin_stream(client, &place, turn) } else { None };
+        let answer = PayloadAnswer::Stored { slot, failure: failure.clone() };
+        if failure.is_some() {
+            self.let_go(slot, turn);
+        } else {
+            self.spent.remove(&place);
+            self.hold(place, slot, PutOrigin::Here { receivers, is_chunk }, turn);
+        }
+        turn.push(PayloadEffect::Answer { client, answer });
     }
 
     /// There is a payload for so many receivers, which owns a slot.
@@ -98,7 +119,7 @@ impl PayloadCore {
         &mut self,
         place: ScopedKey,
         slot: SlotId,
-        (left, origin): (u32, Option<CopyOrigin>),
+        put: PutOrigin,
         turn: &mut PayloadTurn<'_>,
     ) {
         // What has the same key is an earlier generation: nobody gets it any more.
@@ -107,7 +128,11 @@ impl PayloadCore {
         if self.config.hold != Nanos::ZERO {
             self.timers.arm(PayloadTimer::Hold(place.clone()), turn.now + self.config.hold);
         }
-        let payload = HeldPayload { slot, generation, left, untaken: 0, origin };
+        let (left, is_chunk, origin) = match put {
+            PutOrigin::Here { receivers, is_chunk } => (receivers, is_chunk, None),
+            PutOrigin::Elsewhere(origin) => (1, false, Some(origin)),
+        };
+        let payload = HeldPayload { slot, generation, is_chunk, left, untaken: 0, origin };
         self.payloads.insert(place.clone(), payload);
         self.offer(&place, turn);
     }
@@ -153,13 +178,25 @@ impl PayloadCore {
         }
         let has = state.wants.len() + state.claims.len();
         let full = has >= self.config.payloads_max as usize;
-        let full = full.then(|| PayloadFailure::Overload("payloads that one process wants".into()));
+        let long = place.key.text_len() > KEY_BYTES_MAX;
+        let what = if long {
+            "bytes in the names of a payload"
+        } else {
+            "payloads that one process wants"
+        };
+        let full = (full || long).then(|| PayloadFailure::Overload(what.into()));
         if let Some(failure) = over.or(full) {
-            let answer = PayloadAnswer::Missing { key: place.key, failure };
+            let former = self.former(&place);
+            let answer = PayloadAnswer::Missing { key: place.key, failure, former };
             return turn.push(PayloadEffect::Answer { client, answer });
         }
         state.wants.insert(place.key.clone());
         self.await_payload(PayloadReceiver::Client(client), source, &place, turn);
+        let state = self.clients.get(&client);
+        if state.is_some_and(|state| state.wants.contains(&place.key)) {
+            let answer = PayloadAnswer::Waits { key: place.key };
+            turn.push(PayloadEffect::Answer { client, answer });
+        }
     }
 
     /// One more waits for a payload, which may be there.
@@ -256,13 +293,20 @@ impl PayloadCore {
             return;
         }
         let (place, generation) = (found.place.clone(), found.generation);
-        if let PayloadReceiver::Client(client) = found.receiver
-            && let Some(state) = self.clients.get_mut(&client)
-        {
+        let client = match found.receiver {
+            PayloadReceiver::Client(client) => Some(client),
+            PayloadReceiver::Host(_) => None,
+        };
+        if let Some(state) = client.and_then(|client| self.clients.get_mut(&client)) {
             state.arrived.remove(&place.key);
         }
         let Some(payload) = self.same_generation(&place, generation) else { return };
         payload.untaken -= 1;
+        let is_chunk = payload.is_chunk;
+        if let Some(client) = client.filter(|_| is_chunk) {
+            self.took_chunk(&place.stream(), client);
+        }
+        let Some(payload) = self.payloads.get(&place) else { return };
         if payload.left == 0 && payload.untaken == 0 {
             self.forget(&place, &PayloadFailure::Taken, turn);
         }
@@ -351,7 +395,7 @@ impl PayloadCore {
     }
 
     /// Nobody else gets what has this key. Its slot is free when those who have it let go of it.
-    fn withdraw(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+    pub(super) fn withdraw(&mut self, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
         if let Some(payload) = self.payloads.remove(place) {
             self.timers.cancel(&PayloadTimer::Hold(place.clone()));
             self.let_go(payload.slot, turn);
@@ -367,13 +411,17 @@ impl PayloadCore {
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
-        let is_copy = self.payloads.get(place).is_some_and(|payload| payload.origin.is_some());
+        let payload = self.payloads.get(place);
+        let is_copy = payload.is_some_and(|payload| payload.origin.is_some());
+        let is_chunk = payload.is_some_and(|payload| payload.is_chunk);
         self.withdraw(place, turn);
         if is_copy {
             self.ask_again(place, turn);
             return self.fail_local_wants(place, turn);
         }
-        self.spent.insert(place.clone(), why.clone());
+        let is_later = is_chunk && place.key.chunk > Some(0);
+        let former = if is_later { FormerUse::No } else { former_use(why) };
+        self.spent.insert(place.clone(), (why.clone(), former));
         self.fail_wants(place, why, turn);
     }
 
@@ -429,6 +477,16 @@ impl PayloadCore {
         why: &PayloadFailure,
         turn: &mut PayloadTurn<'_>,
     ) {
+        self.fail_want_as(receiver, place, (why, FormerUse::No), turn);
+    }
+
+    pub(super) fn fail_want_as(
+        &mut self,
+        receiver: PayloadReceiver,
+        place: &ScopedKey,
+        (why, former): (&PayloadFailure, FormerUse),
+        turn: &mut PayloadTurn<'_>,
+    ) {
         let client = match receiver {
             PayloadReceiver::Client(client) => client,
             PayloadReceiver::Host(host) => return self.tell_missing(host, place, why, turn),
@@ -436,7 +494,8 @@ impl PayloadCore {
         if let Some(state) = self.clients.get_mut(&client) {
             state.wants.remove(&place.key);
         }
-        let answer = PayloadAnswer::Missing { key: place.key.clone(), failure: why.clone() };
+        let (key, failure) = (place.key.clone(), why.clone());
+        let answer = PayloadAnswer::Missing { key, failure, former };
         turn.push(PayloadEffect::Answer { client, answer });
     }
 

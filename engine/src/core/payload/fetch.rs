@@ -1,7 +1,7 @@
 //! Payloads that come from other hosts: what is offered is pulled into a slot of the own pool, and is
 //! then handed out as if it had been put here. `directory` has whom to ask.
 
-use super::exchange::CopyOrigin;
+use super::exchange::{CopyOrigin, PutOrigin};
 use super::io::{PayloadEffect, PayloadFailure, SlotId};
 use super::note::{DirectoryNews, PayloadNote, ScopedKey};
 use super::slots::{PoolShare, ReservationOwner, ScopedStage};
@@ -48,7 +48,7 @@ impl PayloadFetch {
     }
 }
 
-fn share_of(place: &ScopedKey) -> PoolShare {
+pub(super) fn share_of(place: &ScopedKey) -> PoolShare {
     let is_fetched = !planted!("what-comes-has-the-share-of-what-is-put");
     PoolShare { stage: ScopedStage::that_puts(place), is_fetched }
 }
@@ -307,7 +307,7 @@ impl PayloadCore {
         self.stream_host.insert(place.stream(), host);
         match slot {
             None => self.hold_more(&place, turn),
-            Some(slot) => self.hold(place, slot, (1, Some(origin)), turn),
+            Some(slot) => self.hold(place, slot, PutOrigin::Elsewhere(origin), turn),
         }
     }
 }

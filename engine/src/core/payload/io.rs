@@ -45,6 +45,11 @@ impl PayloadStream {
         PayloadKey { stream: self.clone(), chunk: Some(index) }
     }
 
+    /// Bytes of its names.
+    pub fn text_len(&self) -> usize {
+        self.from.len() + self.to.len() + self.request.len()
+    }
+
     /// The key of what comes whole.
     pub fn whole(&self) -> PayloadKey {
         PayloadKey { stream: self.clone(), chunk: None }
@@ -65,6 +70,13 @@ pub struct PayloadKey {
     pub chunk: Option<u64>,
 }
 
+impl PayloadKey {
+    /// Bytes of its names.
+    pub fn text_len(&self) -> usize {
+        self.stream.text_len()
+    }
+}
+
 impl fmt::Display for PayloadKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.chunk {
@@ -73,6 +85,9 @@ impl fmt::Display for PayloadKey {
         }
     }
 }
+
+/// Most bytes of the names in a key that a client gives.
+pub const KEY_BYTES_MAX: usize = 64 << 10;
 
 /// Why a payload does not come, or is not taken.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -94,6 +109,8 @@ pub enum PayloadFailure {
     Expired,
     /// It was cleaned up.
     CleanedUp,
+    /// Another process of its stage has begun a stream with the same name.
+    Superseded,
     /// There was no room in the pool for it in time.
     PoolFull {
         /// Bytes asked for.
@@ -132,6 +149,7 @@ impl PayloadFailure {
             PayloadFailure::Taken => "taken",
             PayloadFailure::Expired => "expired",
             PayloadFailure::CleanedUp => "cleaned-up",
+            PayloadFailure::Superseded => "superseded",
             PayloadFailure::PoolFull { .. } => "pool-full",
             PayloadFailure::TooLong { .. } => "too-long",
             PayloadFailure::Overload(_) => "overload",
@@ -156,6 +174,9 @@ impl fmt::Display for PayloadFailure {
             PayloadFailure::Taken => f.write_str("another receiver has it"),
             PayloadFailure::Expired => f.write_str("nobody took it in time"),
             PayloadFailure::CleanedUp => f.write_str("it was cleaned up"),
+            PayloadFailure::Superseded => {
+                f.write_str("another process of the stage puts a later request with the same id")
+            }
             PayloadFailure::PoolFull { bytes, free, largest, share } => write!(
                 f,
                 "no room for {bytes} B in the pool, where {free} B are free, {largest} B at most in \
@@ -196,6 +217,10 @@ pub enum PayloadHook {
         key: PayloadKey,
         /// Receivers that get it, each once; at least 1.
         receivers: u32,
+        /// True if it is a chunk of the stream that its key names. The first one begins the stream
+        /// anew; all others belong to the process that put the first one. One
+        /// [`PayloadAnswer::Stored`] follows.
+        is_chunk: bool,
     },
     /// A reserved slot is not needed.
     Return { slot: SlotId },
@@ -220,11 +245,67 @@ pub enum PayloadHook {
     Take { claim: ClaimId },
     /// Nobody reads what was taken any more.
     Release { claim: ClaimId },
+    /// This payload will not be put, for this reason. The next one with its key may be.
+    GiveUp {
+        key: PayloadKey,
+        /// As of [`PayloadHook::Put`].
+        is_chunk: bool,
+        failure: Arc<str>,
+    },
+    /// Nobody will get this payload if it is there and was not taken.
+    Drop { key: PayloadKey },
     /// No further chunk of the stream will be put. Without a failure, whoever waits for one learns
     /// that the stream has ended.
-    End { stream: PayloadStream, failure: Option<Arc<str>> },
-    /// Nobody will get what is there of the stream and was not taken.
-    CleanUp { stream: PayloadStream },
+    End {
+        stream: PayloadStream,
+        failure: Option<Arc<str>>,
+        /// True if it holds for the stream that this client puts, and not for a later one with its
+        /// name that another process has begun.
+        is_own: bool,
+    },
+    /// Nobody will get the chunks that are there of the stream and were not taken.
+    CleanUp {
+        stream: PayloadStream,
+        /// True if it holds for the stream that this client puts or has taken chunks of, and not for a
+        /// later one with its name.
+        is_own: bool,
+    },
+}
+
+impl PayloadHook {
+    /// Bytes of the names in it.
+    pub fn text_len(&self) -> usize {
+        match self {
+            PayloadHook::Put { key, .. }
+            | PayloadHook::Want { key, .. }
+            | PayloadHook::WantFrom { key, .. }
+            | PayloadHook::Abandon { key }
+            | PayloadHook::GiveUp { key, .. }
+            | PayloadHook::Drop { key } => key.text_len(),
+            PayloadHook::End { stream, .. } | PayloadHook::CleanUp { stream, .. } => {
+                stream.text_len()
+            }
+            PayloadHook::Joined { .. }
+            | PayloadHook::Left
+            | PayloadHook::Reserve { .. }
+            | PayloadHook::Return { .. }
+            | PayloadHook::Take { .. }
+            | PayloadHook::Release { .. } => 0,
+        }
+    }
+}
+
+/// Whether the failure of a payload may be that of an earlier request with the same id, so that the
+/// payload may still be put for the request whose receiver has asked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum FormerUse {
+    /// It is not: the receiver waited when it failed, or the payload is a later chunk of a stream.
+    #[default]
+    No,
+    /// The payload failed before it was asked for, and no receiver is known to have learned that.
+    Perhaps,
+    /// A receiver of the earlier request took the payload, or learned that it does not come.
+    Yes,
 }
 
 /// What a client is told.
@@ -240,6 +321,16 @@ pub enum PayloadAnswer {
         ticket: u64,
         failure: PayloadFailure,
     },
+    /// A slot that was put belongs to the host. Without a failure, whoever asks from now on gets the
+    /// payload; with one nobody does: the stream was cleaned up, or its name is another one's.
+    Stored {
+        slot: SlotId,
+        failure: Option<PayloadFailure>,
+    },
+    /// A payload that is wanted is not there yet.
+    Waits {
+        key: PayloadKey,
+    },
     /// A payload is there for this client, until it abandons or releases it.
     Arrived {
         key: PayloadKey,
@@ -254,11 +345,19 @@ pub enum PayloadAnswer {
     Missing {
         key: PayloadKey,
         failure: PayloadFailure,
+        former: FormerUse,
     },
     /// What was answered about the key before this is for nobody.
     Abandoned {
         key: PayloadKey,
     },
+}
+
+impl PayloadAnswer {
+    /// True if it says only that the host has taken notice of a hook.
+    pub fn is_receipt(&self) -> bool {
+        matches!(self, PayloadAnswer::Stored { failure: None, .. } | PayloadAnswer::Waits { .. })
+    }
 }
 
 /// What can happen to a payload core.

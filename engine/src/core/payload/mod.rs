@@ -16,7 +16,7 @@
 //!
 //! ```
 //! use kvferry_engine::core::payload::{
-//!     PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadFailure,
+//!     FormerUse, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect, PayloadFailure,
 //!     PayloadHook, PayloadInput, PayloadStream, SlotId,
 //! };
 //! use kvferry_engine::core::{Machine, Nanos, Outbox};
@@ -36,17 +36,23 @@
 //! }
 //! let stream = PayloadStream::new("0", "1", "request-7");
 //! for chunk in [0, 1] {
-//!     assert_eq!(tell(talker, PayloadHook::Want { key: stream.chunk(chunk), producer: Some(thinker) }), []);
+//!     let key = stream.chunk(chunk);
+//!     let want = PayloadHook::Want { key: key.clone(), producer: Some(thinker) };
+//!     assert_eq!(tell(talker, want), [(talker, PayloadAnswer::Waits { key })]);
 //! }
 //! let reserve = PayloadHook::Reserve { ticket: 1, bytes: 3_305, wait: Nanos::from_ms(10) };
 //! let reserved = PayloadAnswer::Reserved { ticket: 1, slot: SlotId(1), offset: 0 };
 //! assert_eq!(tell(thinker, reserve), [(thinker, reserved)]);
-//! let put = PayloadHook::Put { slot: SlotId(1), key: stream.chunk(0), receivers: 1 };
-//! let [(_, PayloadAnswer::Arrived { bytes: 3_305, .. })] = tell(thinker, put)[..] else { panic!() };
+//! let put = PayloadHook::Put { slot: SlotId(1), key: stream.chunk(0), receivers: 1, is_chunk: true };
+//! let [(_, PayloadAnswer::Arrived { bytes: 3_305, .. }), (_, PayloadAnswer::Stored { .. })] =
+//!     tell(thinker, put)[..]
+//! else {
+//!     panic!()
+//! };
 //! // Who waits for what never comes is told at once.
-//! let ended = PayloadHook::End { stream: stream.clone(), failure: None };
-//! let missing = PayloadAnswer::Missing { key: stream.chunk(1), failure: PayloadFailure::Ended };
-//! assert_eq!(tell(thinker, ended), [(talker, missing)]);
+//! let ended = PayloadHook::End { stream: stream.clone(), failure: None, is_own: true };
+//! let (key, failure, former) = (stream.chunk(1), PayloadFailure::Ended, FormerUse::No);
+//! assert_eq!(tell(thinker, ended), [(talker, PayloadAnswer::Missing { key, failure, former })]);
 //! ```
 
 mod asks;
@@ -70,7 +76,7 @@ use super::timers::Timers;
 use asks::PayloadAsk;
 use clients::PayloadClientState;
 use directory::SourceHost;
-use ends::ScopedStream;
+use ends::{EndedStream, ScopedStream, StreamLife};
 use exchange::{HeldPayload, PayloadClaim, WaitingReceiver, WantSource};
 use fetch::PayloadFetch;
 pub use io::*;
@@ -110,12 +116,12 @@ pub struct PayloadCore {
     claims: BTreeMap<ClaimId, PayloadClaim>,
     /// Who waits for a payload, in the order in which they came.
     wants: BTreeMap<ScopedKey, VecDeque<WaitingReceiver>>,
-    /// Who puts the chunks of a stream that has not ended, and how many there are.
-    producers: RecentMap<ScopedStream, (PayloadClient, u64)>,
-    /// Streams without further chunks, and how many there were.
-    ended: RecentMap<ScopedStream, (PayloadFailure, u64)>,
-    /// Keys whose payload is gone.
-    spent: RecentMap<ScopedKey, PayloadFailure>,
+    /// Streams that have begun and not ended.
+    lives: RecentMap<ScopedStream, StreamLife>,
+    /// Streams without further chunks.
+    ended: RecentMap<ScopedStream, EndedStream>,
+    /// Keys whose payload is gone, why, and whether that may be of an earlier request.
+    spent: RecentMap<ScopedKey, (PayloadFailure, FormerUse)>,
     /// What other hosts get here.
     source: PayloadSource,
     /// The other hosts that put payloads.
@@ -145,7 +151,7 @@ impl PayloadCore {
             payloads: BTreeMap::new(),
             claims: BTreeMap::new(),
             wants: BTreeMap::new(),
-            producers: RecentMap::new(config.streams_max),
+            lives: RecentMap::new(config.streams_max),
             ended: RecentMap::new(config.tombstones_max),
             spent: RecentMap::new(config.tombstones_max),
             source: PayloadSource::default(),
@@ -191,6 +197,10 @@ impl PayloadCore {
         let Some(state) = self.clients.get(&client) else {
             return self.misused(client, "it has not joined", turn);
         };
+        let is_want = matches!(hook, PayloadHook::Want { .. } | PayloadHook::WantFrom { .. });
+        if hook.text_len() > KEY_BYTES_MAX && !is_want {
+            return self.misused(client, "the names of a payload are too long", turn);
+        }
         let deployment = state.stage.deployment.clone();
         let scoped = |key| ScopedKey { deployment: deployment.clone(), key };
         match hook {
@@ -199,8 +209,8 @@ impl PayloadCore {
             PayloadHook::Reserve { ticket, bytes, wait } => {
                 self.reserve(client, ticket, (bytes, wait), turn);
             }
-            PayloadHook::Put { slot, key, receivers } => {
-                self.put(client, slot, (scoped(key), receivers), turn);
+            PayloadHook::Put { slot, key, receivers, is_chunk } => {
+                self.put(client, slot, (scoped(key), receivers, is_chunk), turn);
             }
             PayloadHook::Return { slot } => self.returned(client, slot, turn),
             PayloadHook::Want { key, producer } => {
@@ -215,12 +225,22 @@ impl PayloadCore {
             PayloadHook::Abandon { key } => self.abandoned(client, &scoped(key), turn),
             PayloadHook::Take { claim } => self.take(client, claim, turn),
             PayloadHook::Release { claim } => self.release(client, claim, turn),
-            PayloadHook::End { stream, failure } => {
-                let why = failure.map_or(PayloadFailure::Ended, PayloadFailure::GivenUp);
-                self.end(ScopedStream { deployment, stream }, &why, turn);
+            PayloadHook::GiveUp { key, is_chunk, failure } => {
+                self.give_up(&scoped(key), is_chunk, failure, turn);
             }
-            PayloadHook::CleanUp { stream } => {
-                self.clean_up(&ScopedStream { deployment, stream }, turn);
+            PayloadHook::Drop { key } => self.dropped(&scoped(key), turn),
+            PayloadHook::End { stream, failure, is_own } => {
+                let why = failure.map_or(PayloadFailure::Ended, PayloadFailure::GivenUp);
+                let stream = ScopedStream { deployment, stream };
+                if !is_own || self.puts_stream(client, &stream) {
+                    self.end(stream, &why, turn);
+                }
+            }
+            PayloadHook::CleanUp { stream, is_own } => {
+                let stream = ScopedStream { deployment, stream };
+                if !is_own || self.has_part_in(client, &stream) {
+                    self.clean_up(client, &stream, turn);
+                }
             }
         }
     }
@@ -231,6 +251,10 @@ impl PayloadCore {
         }
         if self.clients.len() >= self.config.clients_max as usize {
             return self.misused(client, "there are clients_max processes already", turn);
+        }
+        let has_others = self.clients.values().any(|of| of.stage.deployment == stage.deployment);
+        if !has_others && !planted!("a-deployment-inherits") {
+            self.forget_deployment(&stage.deployment, turn);
         }
         *self.stages.entry(stage.clone()).or_default() += 1;
         self.clients.insert(client, PayloadClientState::new(stage));
@@ -293,7 +317,7 @@ impl PayloadCore {
         let share = PoolShare { stage: state.stage.clone(), is_fetched: false };
         let waited = self.slots.stop_waiting(&share, owner);
         let Some(bytes) = waited else { return };
-        let failure = self.slots.full(bytes, self.shares());
+        let failure = self.slots.full(&share, bytes, self.shares());
         self.refuse(client, ticket, failure, turn);
         self.serve_reservations(turn);
     }
@@ -402,7 +426,7 @@ impl Machine for PayloadCore {
             tombstones: (self.ended.len() + self.spent.len()) as u32,
             peers: self.clients.len() as u32,
             entries: entries as u32,
-            remembered: (self.producers.len()
+            remembered: (self.lives.len()
                 + self.stages.len()
                 + self.stream_host.len()
                 + self.sources.len()

@@ -23,8 +23,7 @@ pub struct ScopedKey {
 impl ScopedKey {
     /// Bytes of its names.
     pub fn text_len(&self) -> usize {
-        let PayloadStream { from, to, request } = &self.key.stream;
-        self.deployment.len() + from.len() + to.len() + request.len()
+        self.deployment.len() + self.key.text_len()
     }
 
     /// Hash of the payload's key, which takes the place of a prompt's hash in the hand-over.

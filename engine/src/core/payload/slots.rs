@@ -108,8 +108,19 @@ impl SlotTable {
         if bytes > pool { Err(PayloadFailure::TooLong { bytes, pool }) } else { Ok(()) }
     }
 
-    /// Why there was no room for so much; `stages` share the pool.
-    pub(super) fn full(&self, bytes: u64, stages: usize) -> PayloadFailure {
+    /// Why there was no room for so much in a share; `stages` share the pool.
+    pub(super) fn full(&self, share: &PoolShare, bytes: u64, stages: usize) -> PayloadFailure {
+        let (most, used) = (self.share(stages).slots, self.used.get(share));
+        let of_share = used.map_or(0, |used| used.slots);
+        let is_out = self.slots.len() >= self.slots_max || of_share >= most;
+        if is_out && !planted!("a-full-table-is-a-full-pool") {
+            let all = self.slots_max;
+            let what = format!(
+                "payloads in the pool, which has {all} slots, {most} for a stage: release what was \
+                 got, or put fewer and larger ones; a larger pool has no more of them"
+            );
+            return PayloadFailure::Overload(what.into());
+        }
         let (free, largest) = (self.pool.free_bytes(), self.pool.largest());
         PayloadFailure::PoolFull { bytes, free, largest, share: self.share(stages).bytes }
     }

@@ -389,7 +389,7 @@ impl PayloadCore {
     fn tell_absent(&self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
         let is_put = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_none());
         let waits = self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place));
-        if waits && !is_put && self.producers.get(&place.stream()).is_none() {
+        if waits && !is_put && self.lives.get(&place.stream()).is_none() {
             let has_stage = self.stages.contains_key(&ScopedStage::that_puts(&place));
             self.tell_receiver(host, PayloadNote::Absent { place, has_stage }, turn);
         }

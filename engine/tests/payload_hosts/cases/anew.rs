@@ -1,6 +1,6 @@
 //! Hosts that begin anew, or are out of reach, or are named no more.
 
-use super::{HostBench, TALKER, chunk};
+use super::{HostBench, TALKER, THINKER, chunk};
 use crate::cluster::{PAGE, prefill_name};
 use kvferry_engine::core::payload::*;
 use kvferry_engine::core::{Machine, Nanos};
@@ -80,4 +80,50 @@ fn who_is_named_no_more_hears_what_became_of_it() {
     assert_eq!(bench.arrived().0, 2);
     let gauges = bench.cluster.hosts[1].payload.gauges();
     assert_eq!((gauges.entries, gauges.remembered), (0, 2), "the other host, and a stage");
+}
+
+/// A client gets the one payload that there is for it, and reads it no more.
+fn gets(bench: &mut HostBench, host: usize, key: PayloadKey) -> u64 {
+    bench.want(host, TALKER, key);
+    bench.pass(100);
+    let (_, client, claim, _, stamp) = bench.arrived();
+    bench.tell(host, client, PayloadHook::Release { claim });
+    bench.pass(100);
+    bench.told();
+    stamp
+}
+
+#[test]
+fn an_id_is_used_again_after_an_abort_on_another_host() {
+    let mut bench = HostBench::new(2, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.put(0, chunk(1), 5, 1);
+    gets(&mut bench, 1, chunk(0));
+    let clean_up = PayloadHook::CleanUp { stream: chunk(0).stream, is_own: true };
+    bench.tell(1, TALKER, clean_up);
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(100);
+    for (.., answer) in bench.told() {
+        let PayloadAnswer::Missing { former, .. } = answer else { panic!("{answer:?}") };
+        assert_ne!(former, FormerUse::No, "it is that of the request before");
+    }
+    bench.put(0, chunk(0), 5, 1);
+    assert_eq!(gets(&mut bench, 1, chunk(0)), 3);
+    bench.put(0, chunk(1), 5, 1);
+    assert_eq!(gets(&mut bench, 1, chunk(1)), 4);
+}
+
+#[test]
+fn an_id_is_used_again_from_another_host() {
+    let mut bench = HostBench::new(3, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.put(0, chunk(1), 5, 1);
+    for index in 0..2 {
+        gets(&mut bench, 2, chunk(index));
+    }
+    bench.join(1, THINKER, "0");
+    for index in 0..2 {
+        bench.put(1, chunk(index), 5, 1);
+        assert_eq!(gets(&mut bench, 2, chunk(index)), 3 + index);
+    }
 }

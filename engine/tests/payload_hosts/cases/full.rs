@@ -38,7 +38,7 @@ fn a_host_that_wants_nothing_takes_no_place() {
     bench.pass(500);
     bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(4) });
     bench.pass(1_000);
-    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
     bench.pass(20);
     assert_eq!(bench.missing(), PayloadFailure::Ended);
 }
@@ -71,7 +71,7 @@ fn what_never_comes_does_not_wait_for_a_place() {
     for (config, host) in limits.into_iter().zip([2, 1]) {
         let mut bench = HostBench::with(3, config);
         bench.want_from(1, PayloadStream::new("0", "1", "another").whole(), 0);
-        bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+        bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
         bench.pass(50);
         bench.want_from(host, chunk(0), 0);
         bench.pass(50);
@@ -220,7 +220,7 @@ fn who_lacks_it_may_put_it_again() {
     bench.join(1, THINKER, "0");
     // Two hosts have begun the stream, of which one has ended it.
     bench.put(1, chunk(0), 5, 1);
-    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None });
+    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
     bench.want(2, TALKER, chunk(1));
     bench.pass(500);
     assert_eq!(bench.told(), []);

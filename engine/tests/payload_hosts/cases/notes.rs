@@ -61,7 +61,7 @@ impl NoteBench {
 
 fn answers(effects: Vec<PayloadEffect>) -> Vec<PayloadAnswer> {
     let answer = |effect| match effect {
-        PayloadEffect::Answer { answer, .. } => Some(answer),
+        PayloadEffect::Answer { answer, .. } if !answer.is_receipt() => Some(answer),
         _ => None,
     };
     effects.into_iter().filter_map(answer).collect()
@@ -89,7 +89,7 @@ fn what_was_asked_of_a_host_that_began_anew_is_gone() {
     bench.hook(named(0));
     bench.met(1);
     let gone = PayloadFailure::PeerGone(prefill_name(1).0);
-    let missing = PayloadAnswer::Missing { key: chunk(0), failure: gone };
+    let missing = PayloadAnswer::Missing { key: chunk(0), failure: gone, former: FormerUse::No };
     assert_eq!(answers(bench.met(2)), [missing]);
     // What is asked of the new one may be put there.
     assert_eq!(answers(bench.hook(named(1))), []);

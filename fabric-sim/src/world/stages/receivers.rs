@@ -4,9 +4,14 @@ use super::super::Simulation;
 use super::{SimReceiver, SimStageProcess, StageEvent, each_word};
 use crate::observation::{PayloadSight, ReceiverOutcome};
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey,
+    ClaimId, FormerUse, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey,
 };
+use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::run::{Departure, StreamReceiver};
+
+/// How often and for how long a receiver asks again, as `kvferry.omni.receiving` has it.
+const ASKS_AGAIN: Nanos = Nanos::from_ms(20);
+const UNSURE: Nanos = Nanos::from_secs(30);
 
 /// A receiver: its stream, and which of its receivers.
 type ReceiverIx = (u32, u16);
@@ -75,6 +80,7 @@ impl Simulation {
             PayloadAnswer::Abandoned { .. } if is_going => {
                 self.receiver_ends(at, ReceiverOutcome::Departed);
             }
+            PayloadAnswer::Waits { .. } => {}
             // It crossed with the abandonment, and is for nobody.
             _ if is_going => {}
             PayloadAnswer::Arrived { key: came, claim, offset, bytes, .. }
@@ -88,10 +94,18 @@ impl Simulation {
                 let reads = self.receiver_work(at).reads;
                 self.stage_after(reads, StageEvent::HasRead { stream, receiver, client });
             }
-            PayloadAnswer::Missing { key: missed, failure } if missed == key => {
-                let is_whole = self.stages.streams[at.0 as usize].work.is_whole;
+            PayloadAnswer::Missing { key: missed, former, .. }
+                if missed == key && self.is_unsure(at, former) =>
+            {
+                let (stream, receiver) = at;
+                self.stage_after(ASKS_AGAIN, StageEvent::AsksAgain { stream, receiver, client });
+            }
+            PayloadAnswer::Missing { key: missed, failure, former } if missed == key => {
+                let work = &self.stages.streams[at.0 as usize].work;
+                let is_former = work.of.is_some() && former != FormerUse::No;
+                let has_end = !work.is_whole && !is_former;
                 let outcome = match failure {
-                    PayloadFailure::Ended if !is_whole => ReceiverOutcome::Finished,
+                    PayloadFailure::Ended if has_end => ReceiverOutcome::Finished,
                     failure => ReceiverOutcome::Missing(failure),
                 };
                 self.receiver_ends(at, outcome);
@@ -100,6 +114,21 @@ impl Simulation {
                 let rule = format!("who waits for {key} was told {other:?}");
                 self.see_payload(host, PayloadSight::Misuse { rule: &rule });
             }
+        }
+    }
+
+    /// Whether what a receiver is told may be of an earlier request with its id, for which it waits as
+    /// long as the connector does.
+    fn is_unsure(&mut self, at: ReceiverIx, former: FormerUse) -> bool {
+        let is_again = self.stages.streams[at.0 as usize].work.of.is_some();
+        let now = self.now;
+        let since = *self.receiver_of(at).unsure.get_or_insert(now);
+        is_again && former != FormerUse::No && now < since + UNSURE
+    }
+
+    pub(super) fn receiver_asks_again(&mut self, at: ReceiverIx, client: PayloadClient) {
+        if self.is_receiver(at, client) && !self.receiver_of(at).is_going {
+            self.receiver_asks(at, client);
         }
     }
 
@@ -165,7 +194,7 @@ impl Simulation {
         }
         if how == Departure::CleansUp {
             let stream = self.stream_name(at.0);
-            self.stage_tells(host, client, PayloadHook::CleanUp { stream });
+            self.stage_tells(host, client, PayloadHook::CleanUp { stream, is_own: false });
         }
         self.receiver_stops(at, client);
     }

@@ -24,8 +24,8 @@ use kvferry_engine::core::message::{
     Role, TransferJob, TransferReport,
 };
 use kvferry_engine::core::payload::{
-    ClaimId, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey, PayloadStream,
-    SlotId,
+    ClaimId, FormerUse, PayloadAnswer, PayloadClient, PayloadFailure, PayloadHook, PayloadKey,
+    PayloadStream, SlotId,
 };
 use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::time::Nanos;
@@ -144,7 +144,7 @@ pub(super) fn parts() -> Vec<ClientIdentity> {
         ClientIdentity::Worker(Box::new(worker())),
         ClientIdentity::Transfer { rank: 1, last_error: Some(6) },
         ClientIdentity::Observer,
-        ClientIdentity::Stage { deployment: "d".into(), stage: "1".into() }, // since 8
+        ClientIdentity::Stage { deployment: "d".into(), stage: "1".into(), pool: Some(1 << 30) }, // since 8
     ]
 }
 
@@ -200,21 +200,24 @@ fn payload_keys() -> [PayloadKey; 2] {
     [stream.chunk(7), stream.whole()]
 }
 
-fn payload_hooks() -> [PayloadHook; 11] {
+fn payload_hooks() -> [PayloadHook; 13] {
     let [chunk, whole] = payload_keys();
     let stream = chunk.stream.clone();
+    let (given_up, dropped) = (chunk.clone(), whole.clone());
     [
         PayloadHook::Reserve { ticket: 3, bytes: 1 << 33, wait: Nanos::from_ms(10) },
-        PayloadHook::Put { slot: SlotId(4), key: chunk.clone(), receivers: 2 },
+        PayloadHook::Put { slot: SlotId(4), key: chunk.clone(), receivers: 2, is_chunk: true },
         PayloadHook::Return { slot: SlotId(4) },
         PayloadHook::Want { key: whole.clone(), producer: Some(PayloadClient(5)) },
         PayloadHook::Want { key: chunk, producer: None },
         PayloadHook::Abandon { key: whole },
         PayloadHook::Take { claim: ClaimId(6) },
         PayloadHook::Release { claim: ClaimId(6) },
-        PayloadHook::End { stream: stream.clone(), failure: Some("why".into()) },
-        PayloadHook::End { stream: stream.clone(), failure: None },
-        PayloadHook::CleanUp { stream },
+        PayloadHook::GiveUp { key: given_up, is_chunk: true, failure: "why".into() },
+        PayloadHook::Drop { key: dropped },
+        PayloadHook::End { stream: stream.clone(), failure: Some("why".into()), is_own: false },
+        PayloadHook::End { stream: stream.clone(), failure: None, is_own: false },
+        PayloadHook::CleanUp { stream, is_own: false },
     ]
 }
 
@@ -227,6 +230,7 @@ fn payload_answers() -> Vec<PayloadAnswer> {
         PayloadFailure::Taken,
         PayloadFailure::Expired,
         PayloadFailure::CleanedUp,
+        PayloadFailure::Superseded,
         PayloadFailure::Overload("keys".into()),
         PayloadFailure::Closed,
     ];
@@ -246,8 +250,16 @@ fn payload_answers() -> Vec<PayloadAnswer> {
             generation: 7,
         },
     ];
-    let missing = |failure| PayloadAnswer::Missing { key: whole.clone(), failure };
+    let missing =
+        |failure| PayloadAnswer::Missing { key: whole.clone(), failure, former: FormerUse::No };
     all.extend(failures.map(missing));
+    all.push(PayloadAnswer::Missing {
+        key: key.clone(),
+        failure: PayloadFailure::Taken,
+        former: FormerUse::Yes,
+    });
+    all.push(PayloadAnswer::Stored { slot: SlotId(4), failure: None });
+    all.push(PayloadAnswer::Waits { key: key.clone() });
     all.push(PayloadAnswer::Abandoned { key });
     all
 }

@@ -73,7 +73,7 @@ const NOT_IN_8: [(&str, &str); 2] =
 
 /// Messages that there are since versions 8, 9 and 10, by kind; the last of the samples.
 const NEW: [(&str, [usize; 3]); 3] =
-    [("hello", [1, 0, 0]), ("to-host", [12, 0, 2]), ("from-host", [14, 1, 3])];
+    [("hello", [1, 0, 0]), ("to-host", [14, 0, 2]), ("from-host", [18, 1, 3])];
 
 fn is_understood(version: u16, absent: &[(&str, &str)]) {
     /// Equal but for what the version does not have.

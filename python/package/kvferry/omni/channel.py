@@ -81,7 +81,7 @@ def opened(settings: OmniSettings, stage: str) -> Channel:
     options = ("--payload-pool", str(settings.pool_bytes), "--idle-s", str(IDLE_S))
 
     def make(path) -> PayloadLink:
-        link = PayloadLink.connect(str(path), settings.deployment, stage)
+        link = PayloadLink.connect(str(path), settings.deployment, stage, settings.pool_bytes if settings.spawn else None)
         link.wait_ready(START_S)
         return link
 

@@ -10,7 +10,7 @@ from vllm_omni.distributed.omni_connectors.connectors.base import OmniConnectorB
 from kvferry.log import logger_of
 from kvferry.omni import hooks, settings
 from kvferry.omni.channel import Channels
-from kvferry.omni.keys import PayloadKey, of_internal, parsed
+from kvferry.omni.keys import ChunksOf, PayloadKey, of_internal, parsed, wrong_with
 from kvferry.omni.outcomes import OutcomeCounts, PayloadLost
 from kvferry.omni.receiving import Receiver
 from kvferry.omni.sending import Sender
@@ -39,8 +39,10 @@ class KvferryOmniConnector(OmniConnectorBase):
         self.settings = settings.read(extra)
         self._counts = OutcomeCounts()
         self._channels = Channels(self.settings)
-        self._sender = Sender(self._channels, self._counts)
-        self._receiver = Receiver(self._channels, self._counts)
+        # For the wrapped methods of vLLM-Omni: what a thread puts and gets in it are chunks of a stream.
+        self.chunks_of = ChunksOf()
+        self._sender = Sender(self._channels, self._counts, self.chunks_of)
+        self._receiver = Receiver(self._channels, self._counts, self.chunks_of)
         self._wants = self._receiver.wants
         # For the wrapped methods of vLLM-Omni: what `get` raised last in a thread, and requests that are to fail.
         self.raised = self._receiver.raised
@@ -89,8 +91,8 @@ class KvferryOmniConnector(OmniConnectorBase):
         place = (from_stage, to_stage, get_key)
         want = self._wants.get(place)
         if want is not None:
-            return self._receiver.poll(want)
-        is_there = metadata is not None and "data_size" in metadata
+            return self._receiver.poll(want, metadata)
+        is_there = isinstance(metadata, dict) and "data_size" in metadata
         return self._receiver.first(place, metadata, self.settings.get_wait if is_there else 0.0)
 
     def get_with_deadline(
@@ -112,7 +114,8 @@ class KvferryOmniConnector(OmniConnectorBase):
             self._receiver.abandon(place)
 
     def cleanup(self, request_id: str, from_stage: str | None = None, to_stage: str | None = None) -> None:
-        """Nobody gets what is there and was not taken: of a chunk's key this chunk, of a request's id all of its stream."""
+        """Nobody gets what is there and was not taken: the payload with this key, and of a request's id all chunks of its
+        stream."""
         if (from_stage is None) != (to_stage is None):
             raise ValueError("cleanup takes from_stage and to_stage, or neither")
         if from_stage is None:
@@ -120,30 +123,33 @@ class KvferryOmniConnector(OmniConnectorBase):
         self._check()
         key = parsed(from_stage, to_stage, request_id)
         channel = self._channels.current()
-        if channel is None:
+        if channel is None or wrong_with(key) is not None:
             return
-        link = channel.link
+        # What has arrived here and was not taken goes as well; a later call asks anew.
+        self._receiver.abandon((from_stage, to_stage, request_id))
+        stream = (str(from_stage), str(to_stage), str(request_id))
+        self._sender.cleaned_up(stream)
         with self._channels.at(channel):
-            if key.chunk is None:
-                self._sender.cleaned_up(key.stream)
-                link.clean_up(*key.stream)
-                return
-            link.want(key)
-            outcome = link.wait(key, self.settings.get_wait)
-            if outcome is None:
-                link.abandon(key)
-            elif outcome[0] == "arrived":
-                link.release(outcome[1])
+            channel.link.drop_payload(key)
+            channel.link.clean_up(*stream, False)
+
+    def sent_to(self, external: str) -> tuple[str, str, str]:
+        """The stream of a request to the next stage, as vLLM-Omni's adapter of chunks names the two."""
+        return str(self.stage_id), str(int(self.stage_id) + 1), str(external)
+
+    def received_from(self, external: str) -> tuple[str, str, str]:
+        """The same, from the stage before."""
+        return str(int(self.stage_id) - 1), str(self.stage_id), str(external)
 
     def sender_ended(self, external: str, is_whole: bool) -> None:
         """vLLM-Omni puts no more of a request's stream: all of it was put, or it was given up."""
-        if self.refusal is None:
-            self._sender.ended((str(self.stage_id), str(int(self.stage_id) + 1), external), is_whole)
+        if self.refusal is None and wrong_with(PayloadKey(*self.sent_to(external), None)) is None:
+            self._sender.ended(self.sent_to(external), is_whole)
 
     def receiver_ended(self, external: str, is_whole: bool) -> None:
         """vLLM-Omni wants no more of a request's stream: it got all of it, or does not need the rest."""
-        if self.refusal is None:
-            self._receiver.ended((str(int(self.stage_id) - 1), str(self.stage_id), external), is_whole)
+        if self.refusal is None and wrong_with(PayloadKey(*self.received_from(external), None)) is None:
+            self._receiver.ended(self.received_from(external), is_whole)
 
     def reap_consumed(self) -> None:
         """Payloads are the host's; but who waits for what was lost with one is told by way of the next."""

@@ -1,7 +1,8 @@
 """The two ways into vLLM-Omni, and what its adapter of chunks does not tell a connector by itself.
 
 The adapter polls a chunk whatever `get` raises, until its request has waited for VLLM_OMNI_INPUT_WAIT_TIMEOUT_S; and it tells no
-connector but its own for shared memory that a stream is over. So three of its methods are wrapped, for our connector alone."""
+connector but its own for shared memory that a stream is over,
+nor any that what it puts are chunks of one. So four of its methods are wrapped, for our connector alone."""
 
 import functools
 import os
@@ -20,11 +21,12 @@ MORI = "MoriTransferEngineConnector"
 TAKE = "KVFERRY_OMNI_TAKE_MORI"
 
 POLL = "_poll_single_request"
+SEND = "_send_single_request_for_generation"
 SENT = "_queue_shm_cleanup_locked"
 RECEIVED = "_clear_receiver_state_locked"
 
 # What the wrapped methods use of an adapter.
-STATE = ("_waiting_since", "request_ids_mapping", "upstream_exhausted_requests", "collect_timed_out_request_ids")
+STATE = ("external_req_id", "_waiting_since", "request_ids_mapping", "upstream_exhausted_requests", "collect_timed_out_request_ids")
 
 # Of each process: why the adapter is as it was, if it is.
 unwrapped: str | None = "kvferry.omni.register was not called in this process; does VLLM_PLUGINS leave out kvferry?"
@@ -71,7 +73,7 @@ def _wrap() -> None:
     if missing := missing_names(Adapter):
         unwrapped = f"this vLLM-Omni's OmniChunkTransferAdapter has no {', '.join(missing)}"
         return
-    for name, wrapper in ((POLL, _poll), (SENT, _sent), (RECEIVED, _received)):
+    for name, wrapper in ((POLL, _poll), (SEND, _send), (SENT, _sent), (RECEIVED, _received)):
         method = getattr(Adapter, name)
         if not hasattr(method, "of_kvferry"):
             setattr(Adapter, name, _wrapped(method, wrapper))
@@ -91,7 +93,7 @@ def _wrapped(method: Callable, wrapper: Callable) -> Callable:
 
 def missing_names(adapter: type) -> list[str]:
     """What the wrapped methods need and the class has not."""
-    names = (POLL, SENT, RECEIVED)
+    names = (POLL, SEND, SENT, RECEIVED)
     missing = [name for name in names if not callable(getattr(adapter, name, None))]
     # Attributes of objects are in the code of the methods that use them.
     used = {
@@ -109,13 +111,22 @@ def _poll(adapter: Any, connector: Any, poll: Callable, entry: Any) -> bool:
     if request in connector.failing:
         return _fail(adapter, connector, request)
     connector.raised.error = None
-    done = poll(entry)
+    with connector.chunks_of(connector.received_from(entry.request.external_req_id)):
+        done = poll(entry)
     error = connector.raised.error
     if done or error is None:
         return done
     logger.error("request %s fails: %s", request, error)
     connector.failing.add(request)
     return _fail(adapter, connector, request)
+
+
+def _send(_: Any, connector: Any, send: Callable, task: dict[str, Any], token: Any = None) -> None:
+    """What is put of a request is chunks of one stream. A later request with the same id has another token."""
+    if token is None:
+        return send(task)
+    with connector.chunks_of(connector.sent_to(task["request"].external_req_id), token):
+        return send(task, token)
 
 
 def _fail(adapter: Any, connector: Any, request: str) -> bool:

@@ -11,6 +11,7 @@ OUTCOMES = {
     "ended": "unknown",
     "taken": "unknown",
     "cleaned-up": "unknown",
+    "superseded": "unknown",
     "unknown": "unknown",
     "given-up": "peer_down",
     "producer-gone": "peer_down",
@@ -24,6 +25,7 @@ OUTCOMES = {
     "overload": "pool_full",
     "corrupt": "corrupt",
     "unencodable": "corrupt",
+    "bad-key": "unknown",
     "closed": "closed",
 }
 

@@ -26,7 +26,13 @@ POOL_BYTES = 1 << 30
 PUT_WAIT_S = 5.0
 GET_WAIT_MS = 10.0
 
-OWN = ("socket", "host", "deployment", "pool_bytes", "put_wait_s", "get_wait_ms", "require_fabric", "mori_stages")
+# Of an object beside its tensors, arrays and long bytes.
+OBJECT_BYTES = 256 << 20
+
+OWN = (
+    *("socket", "host", "deployment", "pool_bytes", "put_wait_s", "get_wait_ms", "object_bytes"),
+    *("require_fabric", "mori_stages"),
+)
 
 # Those of vLLM-Omni and its connectors that somebody might take for a misspelled one of ours.
 OTHERS = re.compile(
@@ -49,6 +55,8 @@ class OmniSettings:
     put_wait_s: float
     # Seconds.
     get_wait: float
+    # At most, of an object beside its tensors, arrays and long bytes.
+    object_bytes: int
     # None: it becomes known with the first payload.
     stage: str | None
     # Why payloads do not go the way that is asked for, if they do not.
@@ -172,6 +180,7 @@ def read(extra: dict[str, Any]) -> OmniSettings:
         pool_bytes=_pool_bytes(extra),
         put_wait_s=_number(extra, "put_wait_s", PUT_WAIT_S, 0, 3600),
         get_wait=_number(extra, "get_wait_ms", GET_WAIT_MS, 0, 1000) / 1e3,
+        object_bytes=int(_number(extra, "object_bytes", OBJECT_BYTES, 1 << 12, 1 << 31)),
         stage=str(stage) if stage is not None and str(stage) != "-1" else None,
         instead=_instead(extra),
         address=(str(extra.get("host") or "127.0.0.1"), extra.get("zmq_port") or 50051),

@@ -4,7 +4,7 @@ makes of the same object; a payload that is bytes, a bytearray, a memoryview or 
 
     whole     = header | zeros up to ALIGNMENT | buffer | zeros up to ALIGNMENT | buffer ...
     header    = PREAMBLE | skeleton
-    skeleton  = the leaf (a raw payload), or msgpack with the leaves as extensions of LEAF_CODE
+    skeleton  = the leaf (a raw payload), or msgpack with the leaves as extensions, whose code the preamble says
     leaf      = kind (1 byte) | length of the name (1) | name | dimensions (8 each, little endian)
 
 Buffers have no offsets: they follow each other in the order of their leaves, each as long as dtype and shape say. A tensor
@@ -27,8 +27,8 @@ from vllm_omni.distributed.omni_connectors.utils import serialization
 MAGIC = b"KVFP"
 VERSION = 1
 
-# Magic, version, form (one of the next four), bytes of the skeleton, bytes of the whole.
-PREAMBLE = struct.Struct("<4sHHI4xQ")
+# Magic, version, form (one of the next four), bytes of the skeleton, code of the leaves, bytes of the whole.
+PREAMBLE = struct.Struct("<4sHHIb3xQ")
 
 # Forms of a payload: an object as a skeleton with leaves, or one leaf alone.
 OBJECT = 0
@@ -42,15 +42,19 @@ FOREIGN_RAW = 3
 # Of buffers in the whole, bytes: a cache line, and what kernels on tensors ask for.
 ALIGNMENT = 64
 
-# Bytes of the longest header. A hostile one makes at most some 64 times as many bytes of Python objects.
-HEADER_MAX = 16 << 20
+# Bytes of the longest header, unless a deployment says otherwise. A hostile one makes at most some 64 times as many bytes of
+# Python objects.
+HEADER_MAX = 256 << 20
 
 # A skeleton of more bytes than ASIDE_AFTER is looked through for bytes of at least ASIDE_MIN, which become buffers.
 ASIDE_AFTER = 64 << 10
 ASIDE_MIN = 4 << 10
 
-# Of msgpack's extensions, of which vLLM-Omni uses none.
+# Of msgpack's extensions: vLLM-Omni uses none, but an object may have some of its own. Then it is another one.
 LEAF_CODE = 75
+
+# Where something may be an extension of that code.
+LIKE_LEAVES = re.compile(rb"(?=[\xd4-\xd8]K|\xc7.K|\xc8..K|\xc9....K)", re.DOTALL)
 
 # What torch takes.
 DIMENSIONS_MAX = 64
@@ -133,12 +137,19 @@ class Encoded:
 
     __slots__ = ("buffers", "header", "is_raw", "nbytes", "payload_bytes")
 
-    def __init__(self, form: int, skeleton: bytes, leaves: list[tuple[int, int | None, Any]]):
+    def __init__(
+        self,
+        form: int,
+        skeleton: bytes,
+        leaves: list[tuple[int, int | None, Any]],
+        code: int = LEAF_CODE,
+        header_max: int = HEADER_MAX,
+    ):
         start = PREAMBLE.size + len(skeleton)
-        if start > HEADER_MAX:
+        if start > header_max:
             raise ValueError(
-                f"an object with {start} bytes beside tensors, arrays and long bytes, {HEADER_MAX} at most; "
-                "put its long lists as tensors or arrays"
+                f"an object with {start} bytes beside tensors, arrays and long bytes, object_bytes = {header_max} at most; "
+                "put its long lists as tensors or arrays, or raise object_bytes in all stages"
             )
         end = start
         self.buffers = []
@@ -151,7 +162,7 @@ class Encoded:
         self.is_raw = form in (RAW, FOREIGN_RAW)
         # Those of a raw payload, or a foreign one, alone; of another one the whole's.
         self.payload_bytes = leaves[0][0] if form else end
-        self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), end) + skeleton
+        self.header = PREAMBLE.pack(MAGIC, VERSION, form, len(skeleton), code, end) + skeleton
 
     def is_on_device(self) -> bool:
         """Whether a device copies some of it."""
@@ -195,8 +206,10 @@ class _Aside:
 class _Encoder(serialization.OmniMsgpackEncoder):
     """vLLM-Omni's, but for the memory of tensors, arrays and images, which it sets aside."""
 
-    def __init__(self):
+    def __init__(self, code: int = LEAF_CODE):
         super().__init__()
+        # Of the leaves in the skeleton.
+        self.code = code
         # Bytes, address and owner of each, in the order of the skeleton.
         self.leaves: list[tuple[int, int | None, Any]] = []
 
@@ -245,19 +258,19 @@ class _Encoder(serialization.OmniMsgpackEncoder):
 
     def _enc_hook(self, obj: Any) -> Any:
         if type(obj) is _Aside:
-            return msgpack.Ext(LEAF_CODE, _leaf(b"B", b"B", (self.memory(obj.data),)))
+            return msgpack.Ext(self.code, _leaf(b"B", b"B", (self.memory(obj.data),)))
         return super()._enc_hook(obj)
 
     def _encode_tensor(self, tensor: torch.Tensor) -> msgpack.Ext:
-        return msgpack.Ext(LEAF_CODE, self.tensor(tensor))
+        return msgpack.Ext(self.code, self.tensor(tensor))
 
     def _encode_ndarray(self, arr: np.ndarray) -> msgpack.Ext:
-        return msgpack.Ext(LEAF_CODE, self.array(arr))
+        return msgpack.Ext(self.code, self.array(arr))
 
     def _encode_pil_image(self, img: Any) -> msgpack.Ext:
         array = np.ascontiguousarray(np.asarray(img, dtype=np.uint8))
         self.leaves.append((array.nbytes, array.__array_interface__["data"][0], array))
-        return msgpack.Ext(LEAF_CODE, _leaf(b"P", img.mode.encode(), array.shape))
+        return msgpack.Ext(self.code, _leaf(b"P", img.mode.encode(), array.shape))
 
 
 # Chunks of a stream have the same leaves again and again.
@@ -266,8 +279,8 @@ def _leaf(kind: bytes, name: bytes, shape: tuple[int, ...]) -> bytes:
     return struct.pack(f"<cB{len(name)}s{len(shape)}Q", kind, len(name), name, *shape)
 
 
-def encode(obj: Any) -> Encoded:
-    """Raises what OmniSerializer.serialize raises, and ValueError for more than HEADER_MAX bytes that are no buffers."""
+def encode(obj: Any, header_max: int = HEADER_MAX) -> Encoded:
+    """Raises what OmniSerializer.serialize raises, and ValueError for more than `header_max` bytes that are no buffers."""
     encoder = _Encoder()
     leaf = encoder.raw(obj)
     if leaf is not None:
@@ -276,9 +289,27 @@ def encode(obj: Any) -> Encoded:
     if len(skeleton) > ASIDE_AFTER:
         aside = _without_bytes(obj)
         if aside is not obj:
-            encoder = _Encoder()
-            skeleton = encoder.encode(aside)
-    return Encoded(OBJECT, skeleton, encoder.leaves)
+            obj, encoder = aside, _Encoder()
+            skeleton = encoder.encode(obj)
+    if (code := _other_code(skeleton, len(encoder.leaves))) is not None:
+        encoder = _Encoder(code)
+        skeleton = encoder.encode(obj)
+    return Encoded(OBJECT, skeleton, encoder.leaves, encoder.code, header_max)
+
+
+def _other_code(skeleton: bytes, leaves: int) -> int | None:
+    """A code that no extension of the object has, if one of them has LEAF_CODE."""
+    # Each leaf looks like one once. Most objects have nothing else that does, and are not read again.
+    if skeleton.count(LEAF_CODE) == leaves or len(LIKE_LEAVES.findall(skeleton)) == leaves:
+        return None
+    codes = []
+    msgpack.Decoder(ext_hook=lambda code, _: codes.append(code)).decode(skeleton)
+    if codes.count(LEAF_CODE) == leaves:
+        return None
+    unused = set(range(1, 128)).difference(codes)
+    if not unused:
+        raise ValueError("an object with msgpack extensions of all codes from 1 to 127: leave one of them unused")
+    return min(unused)
 
 
 def encode_foreign(obj: Any) -> Encoded:
@@ -355,14 +386,15 @@ class Raw(NamedTuple):
 class _Reader:
     """Takes the leaves of a payload one after the other."""
 
-    def __init__(self, whole: _Whole, end: int, nbytes: int):
+    def __init__(self, whole: _Whole, end: int, nbytes: int, code: int = LEAF_CODE):
+        self.code = code
         # Of an array numpy would take the base, which has no holder.
         self.view = memoryview(whole)
         self.end = end
         self.nbytes = nbytes
 
     def extension(self, code: int, data: memoryview) -> Any:
-        if code != LEAF_CODE:
+        if code != self.code:
             return msgpack.Ext(code, bytes(data))
         return self.leaf(bytes(data))
 
@@ -468,9 +500,9 @@ def decode_raw(memory: Any, holder: Any = None) -> Raw | None:
     return _opened(memory, holder, _raw)
 
 
-def decode_either(memory: Any, holder: Any = None) -> tuple[Any, int]:
+def decode_either(memory: Any, holder: Any = None, header_max: int = HEADER_MAX) -> tuple[Any, int]:
     """A raw payload as `Raw`, another one as its object; and the bytes of the whole."""
-    return _opened(memory, holder, _either)
+    return _opened(memory, holder, _either, header_max)
 
 
 def _either(reader: _Reader, raw: int, skeleton: bytes) -> tuple[Any, int]:
@@ -495,18 +527,22 @@ def _object(reader: _Reader, raw: int, skeleton: bytes) -> Any:
     return obj
 
 
-def _opened(memory: Any, holder: Any, made: Callable[[_Reader, int, bytes], Any]) -> Any:
+def _opened(
+    memory: Any, holder: Any, made: Callable[[_Reader, int, bytes], Any], header_max: int = HEADER_MAX
+) -> Any:
     whole = _bytes_of(memory).view(_Whole)
     whole.holder = holder
     if whole.nbytes < PREAMBLE.size:
         raise _damaged(f"{whole.nbytes} bytes, fewer than the {PREAMBLE.size} of a preamble")
-    magic, version, form, length, nbytes = PREAMBLE.unpack_from(whole)
+    magic, version, form, length, code, nbytes = PREAMBLE.unpack_from(whole)
     if magic != MAGIC:
         raise _damaged(f"it begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION or form > FOREIGN_RAW:
         raise _damaged(f"version {version} and form {form}, this kvferry reads version {VERSION}")
     end = PREAMBLE.size + length
-    if end > HEADER_MAX or not end <= nbytes <= whole.nbytes:
+    if end > header_max:
+        raise _damaged(f"a header of {end} bytes, object_bytes = {header_max} at most")
+    if not end <= nbytes <= whole.nbytes:
         raise _damaged(f"a header of {end} bytes and {nbytes} in all, in {whole.nbytes} bytes of memory")
     # Once, so that what was looked at is what is read.
     skeleton = whole[PREAMBLE.size : end].tobytes()
@@ -515,7 +551,7 @@ def _opened(memory: Any, holder: Any, made: Callable[[_Reader, int, bytes], Any]
             raise _damaged(f"form {form} with a skeleton of {length} bytes and {nbytes} bytes in all")
         form, end, skeleton = _of_mori(form, whole, nbytes)
     try:
-        return made(_Reader(whole, end, nbytes), form, skeleton)
+        return made(_Reader(whole, end, nbytes, code), form, skeleton)
     except PayloadError:
         raise
     # Recursion and lack of memory among them: the bytes are a peer's.

@@ -106,7 +106,7 @@ kinds!("router", RouterInput {
     LegRecomputedApart = recomputed!(Some(why)) if why.is_of_pair(),
     LegRecomputed = recomputed!(Some(_)),
     LegPrefilled = RouterInput::Leg { event: LegEvent::Prefilled { .. }, .. },
-    LegFailedConnection = failed!(LegFailure::Connection),
+    LegFailedConnection = failed!(LegFailure::Connection | LegFailure::Left(_)),
     LegFailedBusy = failed!(LegFailure::Busy { .. }),
     LegFailedLife = failed!(LegFailure::Instance(Failure::OtherLife)),
     LegFailedGone = failed!(why @ LegFailure::Instance(_)) if of_instance(why) == FailureSeverity::Failure,

@@ -8,8 +8,8 @@ use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Incarnation, LegId, TransferKey};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
-    ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RoutedPrompt, RouterConfig,
-    RouterInput, Unavailable,
+    ClientAnswer, InstanceState, LeaveReason, LegEvent, LegFailure, RejectReason, RoutedPrompt,
+    RouterConfig, RouterInput, Unavailable,
 };
 use kvferry_engine::core::{Machine, Nanos};
 use kvferry_engine::fabric::{ControlEvent, LinkId};
@@ -95,7 +95,8 @@ fn streams_survive_an_expiry_if_registrations_resume() {
         world.advance(world.config.stream_grace);
         assert_eq!(world.live.contains_key(&stream), resumes);
         if !resumes {
-            assert_eq!(world.answers[&streaming], ClientAnswer::Failed(LegFailure::Connection));
+            let silent = LegFailure::Left(LeaveReason::Silent);
+            assert_eq!(world.answers[&streaming], ClientAnswer::Failed(silent));
         }
         world.finish();
     }
@@ -165,7 +166,8 @@ fn draining_instance_has_time_to_finish() {
     assert!(world.live.is_empty());
     assert_eq!(world.router.gauges().peers, 0);
     world.finish();
-    assert_eq!(world.answers[&client], ClientAnswer::Failed(LegFailure::Connection));
+    let drained = LegFailure::Left(LeaveReason::Drained);
+    assert_eq!(world.answers[&client], ClientAnswer::Failed(drained));
 }
 
 #[test]

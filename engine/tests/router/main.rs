@@ -6,6 +6,7 @@ mod closed;
 mod direct;
 mod discovery;
 mod examples;
+mod hosts;
 mod load;
 mod models;
 mod overload;

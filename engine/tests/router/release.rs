@@ -77,8 +77,7 @@ fn instances_that_were_let_go_serve_on_without_registering() {
         matches!(&refused[..], [RouterEffect::Answer { answer: ClientAnswer::NoInstance(_), .. }]),
         "{refused:?}"
     );
-    bench.now = bench.now + Nanos::from_secs(31);
-    bench.give(RouterInput::Tick);
+    bench.pass(Nanos::from_secs(31));
     assert!(bench.engines().is_empty(), "they are forgotten in the end");
     assert_eq!(bench.router.deadline(), None);
 }

@@ -27,6 +27,8 @@ struct EngineModel {
 pub(crate) struct LiveLeg {
     pub(crate) client: ClientId,
     pub(crate) engine: EngineId,
+    /// Of the engine, when the leg was sent.
+    incarnation: Incarnation,
     pub(crate) key: TransferKey,
     /// None for prefill.
     pub(crate) sample: Option<u32>,
@@ -167,14 +169,16 @@ impl RouterWorld {
                 *sent += 1;
                 let dispatched = self.dispatched.entry((client, *prompt, *sample)).or_default();
                 *dispatched += 1;
-                assert!(*dispatched <= 1 + self.config.retries_max, "too many tries");
+                // As many tries again are excused, if their instances had begun anew or left.
+                assert!(*dispatched <= 1 + 2 * self.config.retries_max, "too many tries");
                 self.pairs.push((transfer.prefill.clone(), engine.clone()));
                 (&transfer.key, Some(*sample))
             }
         };
         let maker = *self.ids.entry(key.id.clone()).or_insert((self.calls, client));
         assert_eq!(maker, (self.calls, client), "transfer id {} is not new", key.id);
-        let new = LiveLeg { client, engine, key: key.clone(), sample, streams: false };
+        let (incarnation, key) = (instance.incarnation, key.clone());
+        let new = LiveLeg { client, engine, incarnation, key, sample, streams: false };
         assert!(self.live.insert(leg, new).is_none() && !self.ended.contains(&leg));
     }
 
@@ -214,7 +218,8 @@ impl RouterWorld {
             let same = known.registration.incarnation == registration.incarnation;
             // What left without legs comes back as new.
             let leaves = now >= known.expires || known.registration.draining;
-            let idle = self.live.values().all(|leg| leg.engine != registration.engine);
+            let place = (&registration.engine, registration.incarnation);
+            let idle = self.live.values().all(|leg| (&leg.engine, leg.incarnation) != place);
             if !same || leaves && idle {
                 *known = fresh;
             } else {
@@ -259,7 +264,7 @@ impl RouterWorld {
 
     /// Reports on a leg in flight.
     pub(crate) fn leg(&mut self, leg: LegId, event: LegEvent) {
-        let LiveLeg { engine, key, streams, sample, .. } = self.live[&leg].clone();
+        let LiveLeg { engine, incarnation, key, streams, sample, .. } = self.live[&leg].clone();
         let next = LegId(self.live.keys().chain(&self.ended).max().unwrap().0 + 1);
         let is_busy = matches!(event, LegEvent::Failed(LegFailure::Busy { .. }));
         // A leg refused as busy is not a try, nor are those of its siblings.
@@ -276,7 +281,10 @@ impl RouterWorld {
                 self.ended.push(leg);
             }
         }
+        // What becomes of the streams of an incarnation says nothing of the next one.
+        let is_of_it = known.registration.incarnation == incarnation;
         match &event {
+            _ if !is_of_it => {}
             LegEvent::Failed(LegFailure::Connection) => {
                 if known.failures == 0 || leg >= known.since {
                     known.failures += 1;

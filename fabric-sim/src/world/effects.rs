@@ -41,9 +41,9 @@ impl Simulation {
             RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
                 self.dispatch(leg, client, &engine, &http, body);
             }
-            // Engines of the simulation register when they can serve.
-            RouterEffect::Probe { probe, .. } => {
-                self.tell(0, RouterInput::Probed { probe, answers: true, models: None }.into());
+            RouterEffect::Probe { probe, http, .. } => {
+                let answers = self.answers_http(&http);
+                self.tell(0, RouterInput::Probed { probe, answers, models: None }.into());
             }
             RouterEffect::AskLoad { http } => self.ask_load(&http),
             RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),

@@ -106,6 +106,13 @@ impl Simulation {
         self.post(at - self.now, SimEnvelope::Ask { instance, leg, input });
     }
 
+    /// True if there is a server at an HTTP address, and it is not paused.
+    pub(super) fn answers_http(&self, http: &Endpoint) -> bool {
+        let instance = self.legs.endpoints.get(&*http.0);
+        let instance = instance.and_then(|at| self.instances.get(usize::from(*at)));
+        instance.is_some_and(|it| it.process.is_some() && !it.paused)
+    }
+
     /// A server is asked for its load. Two answers of eight are lost or late, and one is a lie.
     pub(super) fn ask_load(&mut self, http: &Endpoint) {
         let Some(instance) = self.legs.endpoints.get(&*http.0).copied() else { return };

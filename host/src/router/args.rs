@@ -67,6 +67,11 @@ pub(crate) struct RouterArgs {
     /// A registration that is not repeated for this many seconds is dropped
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0)]
     pub(crate) expiry: f64,
+    /// Seconds for which an instance stays that has lost its host, but answers at its HTTP address: its
+    /// registration has expired, or the connection of that has ended. Requests that have no other
+    /// instance wait for it
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0)]
+    pub(crate) host_wait: f64,
     /// Seconds that a new request waits for an instance
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0)]
     pub(crate) queue_timeout: f64,
@@ -218,6 +223,7 @@ impl RouterArgs {
         let wait_max = nanos("--queue-timeout", self.queue_timeout)?;
         Ok(RouterConfig {
             expiry: nanos("--expiry", self.expiry)?,
+            host_wait: nanos("--host-wait", self.host_wait)?,
             wait_max,
             // Where nobody is left to come back, who asked is told soon.
             retry_wait_max: wait_max.min(Nanos::from_ms(600)),

@@ -136,6 +136,12 @@ impl HttpError {
             Unavailable::NoCommonMode => {
                 "no prefill and decode instance have the same transfer mode and connector"
             }
+            Unavailable::NoHost(Role::Prefill) => {
+                "all prefill instances have lost their hosts: they do not register with the router"
+            }
+            Unavailable::NoHost(Role::Decode) => {
+                "all decode instances have lost their hosts: they do not register with the router"
+            }
             _ => {
                 "no pair of instances takes requests: they failed lately, or have not answered yet"
             }

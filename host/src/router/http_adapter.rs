@@ -485,8 +485,8 @@ impl PlaneAdapter for HttpAdapter {
                 }
             }
             RouterEffect::Answer { client, answer } => self.answer(core, client, &answer),
-            RouterEffect::Probe { probe, http: to, is_unproven, wants_models } => {
-                let order = ProbeOrder { probe, to, is_unproven, wants_models };
+            RouterEffect::Probe { probe, http: to, is_unproven, is_doubted, wants_models } => {
+                let order = ProbeOrder { probe, to, is_unproven, is_doubted, wants_models };
                 let key = self.settings.authorization.clone();
                 let identity = self.settings.identity.clone();
                 probe::start(order, self.pool.clone(), key, identity, self.core.clone());

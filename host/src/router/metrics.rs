@@ -105,14 +105,16 @@ pub(crate) struct RouterMetrics {
     core: [Counter; CORE.len()],
 }
 
-const CORE: [(&str, &str); 12] = [
+const CORE: [(&str, &str); 14] = [
     ("busy_legs", "Legs that instances refused as busy"),
     ("retries", "Transfers sent again after a failure"),
+    ("retries_excused", "Those of them that are no try, because an instance had lost its host"),
     ("retries_refused", "Failures after which nothing was sent again, for --retry-budget"),
     ("shed", "Requests that were refused because too many are open or wait"),
     ("unknown_models", "Requests for a model that no instance serves"),
     ("direct_prompts", "Prompts that were sent to a decode alone"),
-    ("expired", "Instances whose registration expired"),
+    ("hosts_lost", "Times that an instance lost its connection of registrations, or was late"),
+    ("expired", "Instances that were given up because they did not register"),
     ("replaced", "Instances that were replaced by a new incarnation"),
     ("role_switches", "Instances that registered anew in another role and had legs to finish"),
     ("suspicions", "Times that an instance became suspect"),
@@ -217,14 +219,16 @@ impl RouterMetrics {
         self.waiting.set(i64::from(waiting));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
         let RouterCounters { replaced, switched, suspicions, cancelled, unread, .. } = counters;
-        let RouterCounters { busy, unknown_models, .. } = counters;
+        let RouterCounters { busy, unknown_models, excused, hostless, .. } = counters;
         let counts = [
             busy,
             retries,
+            excused,
             refused_retries,
             shed,
             unknown_models,
             direct,
+            hostless,
             expired,
             replaced,
             switched,
@@ -253,6 +257,7 @@ pub(crate) fn state_name(state: InstanceState) -> &'static str {
         InstanceState::Unproven => "unproven",
         InstanceState::Suspect => "suspect",
         InstanceState::Disconnected => "disconnected",
+        InstanceState::Late => "late",
         InstanceState::Trial => "trial",
         InstanceState::Draining => "draining",
         InstanceState::Lost => "lost",

@@ -28,8 +28,10 @@ pub(super) const MODELS_BYTES: usize = 1 << 20;
 pub(crate) struct ProbeOrder {
     pub(crate) probe: ProbeId,
     pub(crate) to: Endpoint,
-    /// True if it is to show that it answers at all.
+    /// True if it is to show that it answers at all, which it has not before.
     pub(crate) is_unproven: bool,
+    /// True if it is to show that its server goes on.
+    pub(crate) is_doubted: bool,
     /// True if the models that it lists are wanted.
     pub(crate) wants_models: bool,
 }
@@ -44,17 +46,22 @@ pub(crate) fn start(
     identity: RouterIdentity,
     core: RouterAddr,
 ) {
-    let ProbeOrder { probe, to, is_unproven, wants_models } = order;
+    let ProbeOrder { probe, to, is_unproven, is_doubted, wants_models } = order;
     // The task ends within its patience.
     let _detached = actix::spawn(async move {
-        let answers = !is_unproven || {
+        let answers = !(is_unproven || is_doubted) || {
             let asked = timeout(PATIENCE, ask(&to, &pool, "/health", HeaderMap::new())).await;
             let answer = asked.ok().and_then(Result::ok);
             let answers = answer.is_some_and(|it| {
                 !identity.probed(&to, it.headers()) && it.status().as_u16() < 500
             });
             match answers {
-                true => tracing::info!(http = %to, "instance answers"),
+                true if is_unproven => tracing::info!(http = %to, "instance answers"),
+                true => {
+                    tracing::debug!(http = %to, "the server of an instance without a host answers")
+                }
+                false if is_doubted => tracing::debug!(http = %to,
+                    "the server of an instance without a host does not answer"),
                 false => tracing::debug!(http = %to, "instance does not answer yet"),
             }
             answers

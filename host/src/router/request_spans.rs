@@ -109,6 +109,7 @@ pub(super) fn leg_failed(span: OpenSpan, failure: &LegFailure) {
         LegFailure::Instance(failure) => failure.kind().into(),
         LegFailure::Answer(status) => status.to_string().into(),
         LegFailure::Request(_) => "request".into(),
+        LegFailure::Left(_) => "left".into(),
         _ => "other".into(),
     };
     span.fail(kind, &failure.to_string());

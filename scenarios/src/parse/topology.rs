@@ -368,6 +368,8 @@ settings! {
         expiry: Nanos => config.expiry;
         suspicion: Nanos => config.suspicion;
         breaker_max: Nanos => config.breaker_max;
+        host_wait: Nanos => config.host_wait;
+        probe: Nanos => config.probe;
         stream_grace: Nanos => config.stream_grace;
         drain_max: Nanos => config.drain_max;
         wait_max: Nanos => config.wait_max;

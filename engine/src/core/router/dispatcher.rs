@@ -417,7 +417,7 @@ impl LegDispatcher {
         }
     }
 
-    /// True if the leg is of a decode whose pair is known to have failed: what happens to it again
+    /// True if the leg is of a decode whose prefill, or pair, is known to have failed: what happens to it again
     /// says nothing of the decode alone.
     fn is_of_known_pair(&self, id: LegId) -> bool {
         let Some(&LegInFlight { instance_id, prefill: Some(prefill), .. }) = self.legs.get(&id)
@@ -430,6 +430,7 @@ impl LegDispatcher {
         };
         self.registry.get(instance_id).is_some_and(named)
             || self.registry.get(prefill).is_some_and(failing)
+            || self.registry.lacks_host(prefill)
     }
 
     /// Notes that the decode of a leg in flight got its KV, or why not.
@@ -492,16 +493,17 @@ impl LegDispatcher {
         }
     }
 
-    /// Asks an instance that has not answered whether it does, and one that does not say which models
-    /// it serves for these.
+    /// Asks an instance that has not answered, or has no host, whether it answers, and one that does not
+    /// say which models it serves for these.
     pub(super) fn probe(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
         let Some(instance) = self.registry.get(instance_id) else { return };
         let wants_models =
             self.config.models_period.is_some() && instance.registration.models.is_none();
-        if (instance.unproven || wants_models) && !instance.lost {
+        let (is_unproven, is_doubted) = (instance.unproven, instance.is_doubted());
+        let wants_models = wants_models && !instance.lost;
+        if is_unproven && !instance.lost || wants_models || is_doubted {
             let (probe, http) = (ProbeId(instance_id.0), instance.registration.http.clone());
-            let is_unproven = instance.unproven;
-            turn.push(RouterEffect::Probe { probe, http, is_unproven, wants_models });
+            turn.push(RouterEffect::Probe { probe, http, is_unproven, is_doubted, wants_models });
         }
     }
 
@@ -513,7 +515,7 @@ impl LegDispatcher {
         (answers, models): (bool, Option<Arc<ServedModels>>),
     ) -> bool {
         let instance_id = InstanceId(probe.0);
-        if self.registry.get(instance_id).is_none() {
+        if self.registry.get(instance_id).is_none_or(|instance| instance.replaced) {
             return false;
         }
         let instance = self.registry.instance_mut(instance_id);
@@ -530,8 +532,12 @@ impl LegDispatcher {
                 instance.health.registered();
             }
         }
+        if answers && instance.lost {
+            self.timers.arm(RouterTimer::Expiry(instance_id), now + self.config.stream_grace);
+        }
+        let instance = self.registry.instance_mut(instance_id);
         let says_models = instance.registration.models.is_some();
-        let period = match instance.unproven {
+        let period = match instance.unproven || instance.is_doubted() {
             true => self.config.probe,
             false => self.config.models_period.filter(|_| !says_models),
         };
@@ -567,15 +573,6 @@ impl LegDispatcher {
         if let Some(period) = self.load_period() {
             self.registry.loaded(now, http, load, period);
         }
-    }
-
-    /// Forgets an instance without legs.
-    pub(super) fn remove(&mut self, instance_id: InstanceId) {
-        self.timers.cancel(&RouterTimer::Expiry(instance_id));
-        self.timers.cancel(&RouterTimer::Heal(instance_id));
-        self.timers.cancel(&RouterTimer::Room(instance_id));
-        self.timers.cancel(&RouterTimer::Probe(instance_id));
-        self.registry.remove(instance_id);
     }
 }
 

@@ -41,7 +41,7 @@ pub(in crate::core) fn of_instance(failure: &LegFailure) -> FailureSeverity {
         LegFailure::Busy { .. } if planted!("busy-counts-as-failure") => FailureSeverity::Failure,
         LegFailure::Busy { .. } => FailureSeverity::Nothing,
         LegFailure::Answer(_) => FailureSeverity::Strike,
-        LegFailure::Request(_) => FailureSeverity::Nothing,
+        LegFailure::Request(_) | LegFailure::Left(_) => FailureSeverity::Nothing,
         LegFailure::Instance(failure) => match failure {
             Failure::EngineGone | Failure::Overload | Failure::OtherLife => {
                 FailureSeverity::Failure

@@ -165,6 +165,30 @@ pub enum LegFailure {
     Answer(u16),
     /// The request itself is wrong (4xx); no other instance will take it.
     Request(Arc<str>),
+    /// The router gave the leg up, because its instance is no longer there.
+    Left(LeaveReason),
+}
+
+/// Why an instance is no longer there for a leg.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum LeaveReason {
+    /// It does not register any more.
+    Silent,
+    /// A later incarnation has its place.
+    Replaced,
+    /// It drained, or has another role, and its time for what it had is over.
+    Drained,
+}
+
+impl fmt::Display for LeaveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            LeaveReason::Silent => "the instance no longer registers with the router",
+            LeaveReason::Replaced => "the instance, or its host, began anew",
+            LeaveReason::Drained => "the instance drained before the request had ended",
+        })
+    }
 }
 
 impl LegFailure {
@@ -173,7 +197,10 @@ impl LegFailure {
         match self {
             LegFailure::Request(_) => true,
             LegFailure::Instance(failure) => failure.is_of_request(),
-            LegFailure::Connection | LegFailure::Busy { .. } | LegFailure::Answer(_) => false,
+            LegFailure::Connection
+            | LegFailure::Busy { .. }
+            | LegFailure::Answer(_)
+            | LegFailure::Left(_) => false,
         }
     }
 }
@@ -186,6 +213,7 @@ impl fmt::Display for LegFailure {
             LegFailure::Instance(failure) => write!(f, "{failure}"),
             LegFailure::Answer(status) => write!(f, "instance answered with status {status}"),
             LegFailure::Request(why) => write!(f, "bad request: {why}"),
+            LegFailure::Left(why) => write!(f, "{why}"),
         }
     }
 }
@@ -214,8 +242,10 @@ pub enum RouterEffect {
         probe: ProbeId,
         /// Where it takes legs.
         http: Endpoint,
-        /// True if it is to show that it answers at all.
+        /// True if it is to show that it answers at all, which it has not before.
         is_unproven: bool,
+        /// True if it is to show that its server goes on.
+        is_doubted: bool,
         /// True if the models that it lists are wanted.
         wants_models: bool,
     },
@@ -362,6 +392,8 @@ pub enum Unavailable {
     NoCommonMode,
     /// There are pairs, but in each an instance failed lately or has not answered a probe yet.
     NotReady,
+    /// All instances of this role have lost their hosts.
+    NoHost(Role),
 }
 
 /// Models that are named to a client whose model is not served.
@@ -391,8 +423,13 @@ pub struct RouterConfig {
     pub suspicion: Nanos,
     /// Longest time without traffic.
     pub breaker_max: Nanos,
-    /// When a registration expires, legs that stream tokens go on for this long, in case only the
-    /// discovery channel is disturbed; the other legs fail over at once.
+    /// Time for which an instance stays that has no host, but answers probes: its registration has
+    /// expired, or the connection of that has ended. It gets no legs, those that it has go on, and
+    /// requests that have no other instance wait for it. Without [`RouterConfig::probe`] it stays until
+    /// its registration expires.
+    pub host_wait: Nanos,
+    /// When a registration is over, legs that stream tokens go on as long as the server answers
+    /// probes, and for this long after the last answer; the other legs fail over at once.
     pub stream_grace: Nanos,
     /// Longest time for an instance that registered as draining, or anew in another role, to finish
     /// its legs; it need not register again.
@@ -404,7 +441,8 @@ pub struct RouterConfig {
     pub instances_max: u32,
     /// Legs of one request at a time, prompts times (1 + samples); more are a bad request.
     pub legs_max: u32,
-    /// Dispatches per prompt sample beyond the first.
+    /// Dispatches per prompt sample beyond the first. Those that failed because an instance had lost
+    /// its host do not count, up to as many per request.
     pub retries_max: u32,
     /// Requests waiting for an instance; more are answered `Overload`, or `NoInstance` if there is none.
     pub waiting_max: u32,
@@ -418,7 +456,8 @@ pub struct RouterConfig {
     /// when an instance comes that has not.
     pub retry_pause: Nanos,
     /// An instance that registers by a frame, or is static, gets no legs before it answered a probe;
-    /// it is asked again after this long. None: it gets legs at once.
+    /// it is asked again after this long, and so is one that has no host. None or zero: it gets
+    /// legs at once.
     pub probe: Option<Nanos>,
     /// Servers are asked for their load this often, beside what is known of their legs. None
     /// or zero: never.
@@ -466,6 +505,7 @@ impl Default for RouterConfig {
             expiry: Nanos::from_secs(10),
             suspicion: Nanos::from_ms(500),
             breaker_max: Nanos::from_secs(10),
+            host_wait: Nanos::from_secs(30),
             stream_grace: Nanos::from_secs(10),
             drain_max: Nanos::from_secs(600),
             release_max: Nanos::from_secs(600),

@@ -1,14 +1,16 @@
 //! A request from its arrival to its one answer.
 
 use super::dispatcher::{LegInFlight, RouterTimer};
-use super::io::{ClientAnswer, ClientRequest, LegEvent, LegFailure, RouterEffect, Unavailable};
+use super::io::{
+    ClientAnswer, ClientRequest, LeaveReason, LegEvent, LegFailure, RouterEffect, Unavailable,
+};
 use super::queue::QueueLine;
 use super::registry::InstanceId;
 use super::requests::{RouterRequest, SampleProgress};
 use super::{Router, RouterTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, LegId};
-use crate::core::message::{FinishReason, Role};
+use crate::core::message::FinishReason;
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -160,11 +162,7 @@ impl Router {
     /// Sends waiting requests, oldest first, as long as there are instances for them.
     pub(super) fn pump(&mut self, turn: &mut RouterTurn<'_>) {
         // Each line is looked at for itself, against all instances, but not while none takes legs.
-        let needed: &[Role] = match self.dispatcher.config.direct_below {
-            0 => &[Role::Prefill, Role::Decode],
-            // Decodes compute short prompts alone.
-            _ => &[Role::Decode],
-        };
+        let needed = self.needed_roles();
         if self.waiting.len() == 0 || !self.dispatcher.registry.any_takes(turn.now, needed) {
             return;
         }
@@ -183,7 +181,10 @@ impl Router {
 
     /// A request waited too long.
     pub(super) fn gave_up(&mut self, client: ClientId, turn: &mut RouterTurn<'_>) {
-        let Some(request) = self.requests.get(&client) else { return };
+        if !self.requests.contains_key(&client) || self.waits_for_host(client, turn.now) {
+            return;
+        }
+        let request = &self.requests[&client];
         let model = request.works.first().and_then(|work| work.model.clone());
         let is_for_room = matches!(request.cause, None | Some(LegFailure::Busy { .. }));
         if is_for_room
@@ -376,11 +377,13 @@ impl Router {
     /// Cancels the other legs of the attempt that `leg` belonged to and tries again, if that can
     /// still be done unseen; else the request has failed.
     fn fail_over(&mut self, leg: LegInFlight, failure: LegFailure, turn: &mut RouterTurn<'_>) {
+        let is_excused = self.is_excused(&leg, &failure);
         let LegInFlight { client, prompt, sample, instance_id, prefill, .. } = leg;
         let request = self.requests.get_mut(&client).expect("a leg has a request");
         let work = &mut request.works[prompt];
         let mut streamed = false;
         let is_busy = matches!(failure, LegFailure::Busy { .. });
+        let is_try = !is_busy && !is_excused;
         match sample {
             None => {
                 work.prefill = None;
@@ -393,7 +396,7 @@ impl Router {
                 let state = &mut work.samples[sample];
                 streamed = matches!(state.progress, SampleProgress::Streaming(_));
                 state.progress = SampleProgress::Waiting;
-                state.dispatched -= u32::from(is_busy);
+                state.dispatched -= u32::from(!is_try);
                 if let (LegFailure::Instance(_), Some(prefill)) = (&failure, prefill) {
                     work.avoid(prefill);
                 }
@@ -413,9 +416,9 @@ impl Router {
             if let SampleProgress::Running(leg) = sample.progress {
                 self.dispatcher.cancel(leg, turn);
                 sample.progress = SampleProgress::Waiting;
-                sample.dispatched -= u32::from(is_busy);
+                sample.dispatched -= u32::from(!is_try);
             }
-            if sample.progress == SampleProgress::Waiting && !is_busy {
+            if sample.progress == SampleProgress::Waiting && is_try {
                 let retries = self.dispatcher.config.retries_max;
                 let sent = sample.dispatched + u32::from(planted!("one-retry-less"));
                 exhausted |= sent > retries && !planted!("retries-without-limit");
@@ -428,7 +431,7 @@ impl Router {
             return self.find_room(client, failure, turn);
         }
         let share = self.dispatcher.config.retry_share;
-        let share = share.filter(|_| !planted!("retries-have-no-budget"));
+        let share = share.filter(|_| is_try && !planted!("retries-have-no-budget"));
         if share.is_some_and(|share| !self.budget.take(turn.now, self.requests.len(), share)) {
             self.dispatcher.counters.refused_retries += 1;
             return self.finish(client, Some(ClientAnswer::Failed(failure)), turn);
@@ -437,7 +440,9 @@ impl Router {
         request.cause = Some(failure);
         request.busy_until = None;
         request.tried += 1;
+        request.excused += u32::from(is_excused);
         self.dispatcher.counters.retries += 1;
+        self.dispatcher.counters.excused += u64::from(is_excused);
         self.send_again(client, turn);
     }
 
@@ -489,6 +494,7 @@ impl Router {
         &mut self,
         instance_id: InstanceId,
         streams: bool,
+        reason: LeaveReason,
         turn: &mut RouterTurn<'_>,
     ) {
         let Some(instance) = self.dispatcher.registry.get(instance_id) else { return };
@@ -498,7 +504,7 @@ impl Router {
             let Some(leg) = self.dispatcher.leg(id) else { continue };
             if streams || !self.is_streaming(leg) {
                 let leg = self.dispatcher.cancel(id, turn);
-                self.fail_over(leg, LegFailure::Connection, turn);
+                self.fail_over(leg, LegFailure::Left(reason), turn);
             }
         }
     }

@@ -45,6 +45,7 @@ mod budget;
 mod discovery;
 mod dispatcher;
 mod health;
+mod hosts;
 mod io;
 mod lifecycle;
 mod load;
@@ -121,7 +122,8 @@ pub struct Router {
 impl Router {
     /// A router without instances. `incarnation` makes the transfer ids unique, so no other router
     /// of the same instances and no earlier incarnation may have had it.
-    pub fn new(config: RouterConfig, incarnation: Incarnation) -> Self {
+    pub fn new(mut config: RouterConfig, incarnation: Incarnation) -> Self {
+        config.probe = config.probe.filter(|period| *period > Nanos::ZERO);
         Router {
             dispatcher: LegDispatcher::new(config, incarnation),
             requests: BTreeMap::new(),
@@ -199,7 +201,7 @@ impl Router {
                     self.reject(turn.now, &from, unread.reason, &unread.why);
                 }
             },
-            ControlEvent::LinkDown { link } => self.forget(link),
+            ControlEvent::LinkDown { link } => self.unlinked(link, turn),
             ControlEvent::LinkUp { link, from, .. } => {
                 let from = from.filter(|_| self.from.len() < NAMED_MAX);
                 self.from.extend(from.map(|from| (link, from)));
@@ -294,7 +296,7 @@ impl Router {
             let lives = if draining { config.drain_max } else { config.expiry };
             self.dispatcher.timers.arm(RouterTimer::Expiry(instance_id), turn.now + lives);
             let instance = self.dispatcher.registry.instance_mut(instance_id);
-            (instance.link, instance.disconnected) = (link, false);
+            (instance.link, instance.hostless) = (link, None);
             self.dispatcher.registry.note_models(instance_id);
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
@@ -319,37 +321,22 @@ impl Router {
             self.dispatcher.timers.arm(RouterTimer::Expiry(former), until);
         }
         for replaced in replaced {
-            self.dispatcher.counters.replaced += 1;
-            if !planted!("replaced-incarnation-keeps-its-legs") {
-                self.abandon(replaced, true, turn);
-            }
-            self.dispatcher.remove(replaced);
+            self.replaced(replaced, turn);
         }
+        self.limit_former(instance_id, turn.now);
         if instance_id == Some(new) {
             self.wake(turn);
         }
         Ok(())
     }
 
-    fn expired(&mut self, instance_id: InstanceId, turn: &mut RouterTurn<'_>) {
-        let instance = self.dispatcher.registry.instance_mut(instance_id);
-        let first = !instance.lost && !instance.is_leaving();
-        instance.lost = true;
-        if first {
-            self.dispatcher.counters.expired += 1;
-            self.dispatcher.timers.arm(
-                RouterTimer::Expiry(instance_id),
-                turn.now + self.dispatcher.config.stream_grace,
-            );
-        }
-        self.abandon(instance_id, !first, turn);
-        if self.dispatcher.registry.is_over(instance_id) {
-            self.dispatcher.remove(instance_id);
-        }
-    }
-
     fn fire(&mut self, turn: &mut RouterTurn<'_>) {
-        while let Some(timer) = self.dispatcher.timers.pop_due(turn.now) {
+        while let Some(due) = self.dispatcher.timers.next()
+            && let Some(timer) = self.dispatcher.timers.pop_due(turn.now)
+        {
+            if self.put_off(&timer, due, turn.now) {
+                continue;
+            }
             match timer {
                 RouterTimer::Expiry(instance_id) => self.expired(instance_id, turn),
                 // Nothing to do: each turn checks the waiting requests after its timers.
@@ -395,6 +382,9 @@ impl Machine for Router {
             RouterInput::Gone { client } => self.finish(client, None, turn),
             RouterInput::Leg { leg, event } => self.leg_event(leg, event, turn),
             RouterInput::Probed { probe, answers, models } => {
+                if !answers {
+                    self.unanswered(InstanceId(probe.0), turn);
+                }
                 // Models that it lists later are checked when the pauses are over.
                 if self.dispatcher.probed(turn.now, probe, (answers, models)) {
                     self.wake(turn);

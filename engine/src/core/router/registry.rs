@@ -17,6 +17,7 @@ use crate::core::recent_set::RecentSet;
 use crate::core::time::Nanos;
 use crate::fabric::{Endpoint, LinkId};
 use crate::source::PeerSource;
+pub(super) use hosts::HostLoss;
 use models::ServedBefore;
 use shares::NewPlace;
 use std::cmp::Ordering;
@@ -51,7 +52,7 @@ pub(super) struct RegisteredInstance {
     pub(super) health: Health,
     /// Number of legs that it takes, learned from its busy answers.
     pub(super) room: LegRoom,
-    /// True once the registration has expired; only streams are left.
+    /// True once the registration is over; only streams are left.
     pub(super) lost: bool,
     /// Tokens of its legs in flight, as charged by the pairing.
     pub(super) tokens: u64,
@@ -71,8 +72,11 @@ pub(super) struct RegisteredInstance {
     pub(super) failing: BTreeMap<InstanceId, Health>,
     /// The link that it registered by last, while that is up.
     pub(super) link: Option<LinkId>,
-    /// True from the end of that link until the instance registers again.
-    pub(super) disconnected: bool,
+    /// Why it is known to have no host that serves it now. It gets no legs until it registers again.
+    pub(super) hostless: Option<HostLoss>,
+    /// True if a later incarnation has its place: what is left here are its streams, which end with
+    /// their HTTP connections.
+    pub(super) replaced: bool,
     /// Of a prefill: what nobody fetches any more.
     pub(super) abandoned: AbandonQueue,
     /// Of a prefill: the decodes that do not fit, and why.
@@ -105,6 +109,7 @@ impl RegisteredInstance {
     pub(super) fn takes(&self, now: Nanos, client: ClientId) -> bool {
         self.is_there(now)
             && !self.unproven
+            && (self.hostless.is_none() || planted!("instances-without-a-host-get-legs"))
             && (self.follows.is_none() || planted!("a-new-role-is-served-at-once"))
             && (self.has_room(now) || planted!("full-instances-get-legs"))
             && (!self.health.is_suspect(now) || planted!("suspects-get-legs"))
@@ -164,7 +169,8 @@ pub(super) enum RegisterOutcome {
         /// The instance; none if it only came to say that it is draining.
         instance_id: Option<InstanceId>,
         /// The incarnations before, which are over: its own, and that of another engine at its
-        /// place.
+        /// place. Those that made room for an instance that signs have no [`replaced`]
+        /// (RegisteredInstance::replaced).
         replaced: Vec<InstanceId>,
         /// What it was in another role, which has legs.
         switched: Option<InstanceId>,
@@ -283,12 +289,17 @@ impl Registry {
         if !draining {
             replaced.extend(self.superseded_instance(&entry, &replaced)?);
         }
+        let mut displaced = None;
         if !draining {
             let (signed, is_static) = (entry.signed, entry.dialects().is_static());
             let new = NewPlace { signed, is_static, source, replaced: &replaced };
-            replaced.extend(self.make_place(new, config)?);
+            displaced = self.make_place(new, config)?;
+            replaced.extend(displaced);
         }
         let switched = self.retire(registration, &mut replaced, config);
+        for instance_id in replaced.iter().filter(|it| displaced != Some(**it)) {
+            self.instance_mut(*instance_id).replaced = true;
+        }
         let (engine, signed) = (registration.engine.clone(), entry.signed);
         let instance_id = (!draining).then(|| self.insert(now, (entry, source), config));
         let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
@@ -426,7 +437,8 @@ impl Registry {
                 paired: BTreeMap::new(),
                 failing: BTreeMap::new(),
                 link: None,
-                disconnected: false,
+                hostless: None,
+                replaced: false,
                 abandoned: AbandonQueue::default(),
                 misfits: BTreeMap::new(),
                 troubles: BTreeMap::new(),
@@ -441,33 +453,6 @@ impl Registry {
         self.find_beside(instance_id);
         self.find_former(instance_id);
         instance_id
-    }
-
-    /// Remembers the name of an instance that left.
-    fn leave(&mut self, engine: EngineId) {
-        if let Some(oldest) = self.left.insert(engine) {
-            self.known.remove(&oldest);
-        }
-    }
-
-    /// Removes an instance whose legs have ended; its name is remembered.
-    pub(super) fn remove(&mut self, instance_id: InstanceId) {
-        let Some(instance) = self.instances.remove(&instance_id) else { return };
-        assert!(instance.legs.is_empty() && instance.tokens == 0, "legs left on {instance_id:?}");
-        for other in self.instances.values_mut() {
-            other.paired.remove(&instance_id);
-            other.failing.remove(&instance_id);
-            other.misfits.remove(&instance_id);
-            other.troubles.remove(&instance_id);
-            other.beside.take_if(|beside| *beside == instance_id);
-            other.follows.take_if(|former| *former == instance_id);
-        }
-        let engine = instance.registration.engine;
-        let place = InstancePresence::Live(instance_id);
-        if let Some(known) = self.known.get_mut(&engine).filter(|known| known.place == place) {
-            known.place = InstancePresence::Left;
-            self.leave(engine);
-        }
     }
 
     /// Charges a leg to an instance.
@@ -509,14 +494,6 @@ impl Registry {
         instance.is_over()
     }
 
-    /// A link of registrations is down.
-    pub(super) fn unlink(&mut self, link: LinkId) {
-        for instance in self.instances.values_mut() {
-            instance.disconnected |= instance.link.take_if(|own| *own == link).is_some();
-            instance.abandoned.unlink(link);
-        }
-    }
-
     /// True if the instance is leaving and has nothing left to do.
     pub(super) fn is_over(&self, instance_id: InstanceId) -> bool {
         self.instances.get(&instance_id).is_some_and(RegisteredInstance::is_over)
@@ -545,8 +522,9 @@ impl Registry {
         self.instances.iter().map(|(instance_id, instance)| (*instance_id, instance))
     }
 
+    /// Number of instances, without those of which only streams are left.
     pub(super) fn len(&self) -> usize {
-        self.instances.len()
+        self.instances.values().filter(|instance| !instance.replaced).count()
     }
 
     /// Legs in flight, as the instances count them.
@@ -585,6 +563,8 @@ fn refresh(
     Ok(())
 }
 
+mod departures;
+mod hosts;
 pub(super) mod models;
 mod pairs;
 mod role_switch;

@@ -2,6 +2,7 @@
 //! takes its place, and serves on with what they said last.
 
 use super::dispatcher::RouterTimer;
+use super::registry::InstanceId;
 use super::{Router, RouterTurn};
 use crate::core::command::ControlCommand;
 use crate::fabric::{ControlEvent, LinkId};
@@ -37,19 +38,21 @@ impl Router {
             ControlEvent::LinkUp { link, .. } | ControlEvent::Frame { link, .. } => {
                 self.hang_up(*link, turn);
             }
-            ControlEvent::LinkDown { link } => self.forget(*link),
+            ControlEvent::LinkDown { link } => _ = self.forget(*link),
         }
     }
 
     fn hang_up(&mut self, link: LinkId, turn: &mut RouterTurn<'_>) {
         turn.push(ControlCommand::HangUp { link });
-        self.forget(link);
+        // They did not hang up: they are served on.
+        let _kept = self.forget(link);
     }
 
-    /// A link is down, or nothing more is to be heard of it.
-    pub(super) fn forget(&mut self, link: LinkId) {
+    /// Forgets a link that is down, or of which nothing more is to be heard; returns the instances
+    /// that registered by it.
+    pub(super) fn forget(&mut self, link: LinkId) -> Vec<InstanceId> {
         self.from.remove(&link);
         self.signed.remove(&link);
-        self.dispatcher.registry.unlink(link);
+        self.dispatcher.registry.unlink(link)
     }
 }

@@ -129,6 +129,8 @@ pub(super) struct RouterRequest {
     pub(super) ticket: Option<(QueueLine, QueuePosition)>,
     /// Times that something of it was sent again, or is to be.
     pub(super) tried: u32,
+    /// Tries that did not count, because an instance had lost its host.
+    pub(super) excused: u32,
     /// The last failure of a leg.
     pub(super) cause: Option<LegFailure>,
     /// End of the time in which it has to find room, set when a leg is first refused as busy.
@@ -179,6 +181,7 @@ impl RouterRequest {
             started: false,
             ticket: None,
             tried: 0,
+            excused: 0,
             cause: None,
             busy_until: None,
             recomputed: None,

@@ -149,7 +149,7 @@ impl Registry {
         roles.iter().all(|role| {
             self.of_role(*role).any(|(_, it)| {
                 let is_full = !it.has_room(now) && !planted!("full-instances-get-legs");
-                it.is_there(now) && !it.unproven && !is_full
+                it.is_there(now) && !it.unproven && it.hostless.is_none() && !is_full
             })
         })
     }
@@ -170,7 +170,8 @@ impl Registry {
             let mut takers = self
                 .of_role(role)
                 .filter(|(_, it)| it.is_there(now) && it.serves(model))
-                .filter(|(_, it)| !it.unproven && !it.health.is_suspect(now))
+                .filter(|(_, it)| !it.unproven && it.hostless.is_none())
+                .filter(|(_, it)| !it.health.is_suspect(now))
                 .peekable();
             takers.peek().is_some() && takers.all(|(_, it)| !it.has_room(now))
         })

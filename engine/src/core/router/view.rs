@@ -2,7 +2,7 @@
 
 use super::io::Dialects;
 use super::load::ServerLoad;
-use super::registry::RegisteredInstance;
+use super::registry::{HostLoss, RegisteredInstance};
 use super::rejections::RejectReason;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::ids::{EngineId, Incarnation};
@@ -21,9 +21,11 @@ pub enum InstanceState {
     Unproven,
     /// It failed lately and is left alone for a time.
     Suspect,
-    /// The connection that it registered by has ended. It gets legs until its registration expires,
-    /// because a connection can end while its process runs, but nothing shows that it still serves.
+    /// The connection that it registered by has ended, and its server may go on: it gets no legs until
+    /// it registers again.
     Disconnected,
+    /// It has not registered again in time, and its server may go on: the same.
+    Late,
     /// It failed repeatedly and has to serve one client before it gets more.
     Trial,
     /// It asked for no more, or registered anew in another role.
@@ -87,10 +89,13 @@ impl<'a> InstanceView<'a> {
             InstanceState::Switching
         } else if instance.unproven {
             InstanceState::Unproven
+        } else if let Some(loss) = instance.hostless {
+            match loss {
+                HostLoss::LinkEnded => InstanceState::Disconnected,
+                HostLoss::Silent => InstanceState::Late,
+            }
         } else if instance.health.is_suspect(now) {
             InstanceState::Suspect
-        } else if instance.disconnected {
-            InstanceState::Disconnected
         } else if instance.health.on_trial().is_some() {
             InstanceState::Trial
         } else {
@@ -126,8 +131,11 @@ pub struct RouterCounters {
     pub rejected: BTreeMap<RejectReason, u64>,
     /// Registrations that repeated or preceded what was known.
     pub stale: u64,
-    /// Instances whose registration expired.
+    /// Instances whose registration expired and that did not answer at their HTTP address, or came
+    /// back too late.
     pub expired: u64,
+    /// Times that the connection of registrations of an instance ended, or that it was late.
+    pub hostless: u64,
     /// Instances that were replaced by a newer incarnation.
     pub replaced: u64,
     /// Instances that registered anew in another role while they had legs in the former one.
@@ -141,6 +149,9 @@ pub struct RouterCounters {
     pub unread: u64,
     /// Samples sent again.
     pub retries: u64,
+    /// Those of them that do not count against the tries of their request, because an instance had
+    /// lost its host.
+    pub excused: u64,
     /// Legs that instances refused as busy.
     pub busy: u64,
     /// Failures after which nothing was sent again, because too much was.

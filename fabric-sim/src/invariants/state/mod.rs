@@ -17,6 +17,7 @@ use kvferry_engine::core::ids::{Attempt, RequestId};
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{AttemptTag, DecodeHook, Message, Role};
+use kvferry_engine::core::router::RouterConfig;
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{Completion, Landed};
 use kvferry_scenarios::run::{InstanceSettings, ModelGeometry, Run};
@@ -82,6 +83,14 @@ pub(crate) struct InvariantState {
     gauges: BTreeMap<(SimProcessId, InstanceMachine), Gauges>,
 }
 
+/// Longest time for which the router relies on an instance that is silent: whoever has none but
+/// instances without hosts waits for these.
+fn trust(router: &RouterConfig) -> Nanos {
+    let has_probes = router.probe.is_some_and(|period| period > Nanos::ZERO);
+    let host_wait = if has_probes { router.host_wait } else { Nanos::ZERO };
+    router.expiry + host_wait + router.stream_grace
+}
+
 impl InvariantState {
     pub(crate) fn new(run: &Run) -> InvariantState {
         let place = |one: &InstanceSettings| TrackedInstance::new(one.name.clone(), one, None);
@@ -96,7 +105,7 @@ impl InvariantState {
             broken: Vec::new(),
             last_hit: Nanos::ZERO,
             last_fault: Nanos::ZERO,
-            trust: run.router.config.expiry + run.router.config.stream_grace,
+            trust: trust(&run.router.config),
             healed: None,
             gauges: BTreeMap::new(),
         }

@@ -124,7 +124,10 @@ impl Registry {
                 };
                 let mut pairs = prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d)));
                 match pairs.any(|(prefill, decode)| meets(prefill, decode)) {
-                    true => Unavailable::NotReady,
+                    true => match self.hostless_role(now, model, &[Role::Prefill, Role::Decode]) {
+                        Some((role, _)) => Unavailable::NoHost(role),
+                        None => Unavailable::NotReady,
+                    },
                     false => Unavailable::NoCommonMode,
                 }
             }

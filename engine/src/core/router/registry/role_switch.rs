@@ -20,7 +20,7 @@ impl Registry {
         replaced: &mut Vec<InstanceId>,
         config: &RouterConfig,
     ) -> Option<InstanceId> {
-        let room = self.instances.len() + 1 - replaced.len() < config.instances_max as usize;
+        let room = self.len() + 1 - replaced.len() < config.instances_max as usize;
         let former = replaced.iter().copied().filter(|_| room && !new.draining).find(|id| {
             let old = &self.instances[id];
             let before = &old.registration;
@@ -42,10 +42,11 @@ impl Registry {
         let new = &self.instances[&instance_id].registration;
         let former = self.instances.iter().find(|(_, other)| {
             let place = &other.registration;
-            let is_same = other.switched && place.engine == new.engine;
+            let is_same = (other.switched || other.replaced) && place.engine == new.engine;
             let is_here =
                 place.draining && (place.dp_rank, &place.http) == (new.dp_rank, &new.http);
-            place.role != new.role && !other.lost && !other.legs.is_empty() && (is_same || is_here)
+            let has_legs = (!other.lost || other.replaced) && !other.legs.is_empty();
+            place.role != new.role && has_legs && (is_same || is_here)
         });
         let former = former.map(|(former, _)| *former);
         self.instance_mut(instance_id).follows = former;

@@ -38,8 +38,10 @@ impl Registry {
         config: &RouterConfig,
     ) -> Result<Option<InstanceId>, RejectReason> {
         let max = config.instances_max as usize;
-        let there =
-            || self.instances.iter().filter(|(instance_id, _)| !new.replaced.contains(instance_id));
+        let there = || {
+            let there = self.instances.iter().filter(|(_, it)| !it.replaced);
+            there.filter(|(instance_id, _)| !new.replaced.contains(instance_id))
+        };
         let anybodys = there().filter(|(_, it)| it.is_anybodys()).count();
         let live = there().count();
         let displaces = new.signed && !planted!("signed-does-not-displace");
@@ -64,8 +66,8 @@ impl Registry {
     /// Returns the oldest unsigned instance of the address that has most of them.
     fn oldest_of_most(&self, replaced: &[InstanceId]) -> Option<InstanceId> {
         let mut by_source: BTreeMap<Option<PeerSource>, (usize, InstanceId)> = BTreeMap::new();
-        let there =
-            self.instances.iter().filter(|(id, it)| it.is_anybodys() && !replaced.contains(id));
+        let there = self.instances.iter().filter(|(_, it)| it.is_anybodys() && !it.replaced);
+        let there = there.filter(|(id, _)| !replaced.contains(id));
         for (instance_id, instance) in there {
             by_source.entry(instance.source).or_insert((0, *instance_id)).0 += 1;
         }

@@ -18,7 +18,7 @@ class Refused(Exception):
 def get(port: int, path: str) -> int | None:
     """Status of a GET, `None` if nobody answers."""
     try:
-        return _exchange(port, "GET", path, None, {}, 5)[0]
+        return exchange(port, "GET", path, None, {}, 5)[0]
     except OSError:
         return None
 
@@ -27,15 +27,31 @@ def post(port: int, path: str, body: dict, seconds: float, headers: dict | None 
     """JSON answer to a JSON request; `OSError` if there is none in `seconds`, `Refused` if it is
     an error."""
     headers = {"Content-Type": "application/json"} | (headers or {})
-    status, answer = _exchange(port, "POST", path, json.dumps(body), headers, seconds)
+    status, answer = exchange(port, "POST", path, json.dumps(body), headers, seconds)
     if status != 200:
         raise Refused(status, answer)
     return json.loads(answer)
 
 
+def lines(port: int, path: str, body: dict, seconds: float):
+    """The lines of a stream of events, as they come; errors as of `post`."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=seconds)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise Refused(answer.status, answer.read().decode())
+        for line in answer:
+            yield line.decode().rstrip()
+    except http.client.HTTPException as error:
+        raise OSError(f"POST {path}: {error!r}") from error
+    finally:
+        connection.close()
+
+
 def metric(port: int, name: str, *labels: str) -> float:
     """Sum of a Prometheus series, of all that have these labels, each like `key="value"`."""
-    _, text = _exchange(port, "GET", "/metrics", None, {}, 10)
+    _, text = exchange(port, "GET", "/metrics", None, {}, 10)
     lines = [line for line in text.splitlines() if line.startswith((name + "{", name + " "))]
     lines = [line for line in lines if all(label in line for label in labels)]
     if not lines:
@@ -43,7 +59,7 @@ def metric(port: int, name: str, *labels: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
-def _exchange(port, method, path, body, headers, seconds) -> tuple[int, str]:
+def exchange(port, method, path, body, headers, seconds) -> tuple[int, str]:
     connection = http.client.HTTPConnection(HOST, port, timeout=seconds)
     try:
         connection.request(method, path, body, headers)

@@ -20,6 +20,8 @@ from server import BATCHED_TOKENS, Server
 MODES = ["WRITE", "READ"]
 # What makes the servers of each group of tests, and for what, in the order of the groups.
 GROUPS = pytest.StashKey[list]()
+RESTARTS = pytest.StashKey[list[list[str]]]()
+RESTART_HEADER = ["mode", "policy", "fault", "requests", "failed", "wrong", "longest s", "all s"]
 
 # The first request (one operation per layer) is answered without a copy. A queue that is full
 # while the second is posted and a failure in the third only READ survives: in WRITE the connector
@@ -147,6 +149,25 @@ def servers_of(item) -> tuple | None:
     make = getattr(item.module, "servers", None)
     own = [params[name] for name in ("own", "mixed") if name in params]
     return (make, own[0]) if make and own else None
+
+
+def pytest_configure(config):
+    config.stash[RESTARTS] = []
+
+
+@pytest.fixture
+def restarts(request):
+    """Takes a row of the table of hosts that were lost."""
+    return request.config.stash[RESTARTS].append
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    rows = config.stash[RESTARTS]
+    if not rows:
+        return
+    terminalreporter.section("hosts that were lost")
+    for cells in [RESTART_HEADER, *rows]:
+        terminalreporter.line("| " + " | ".join(cells) + " |")
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,7 +6,7 @@ import subprocess
 import threading
 from pathlib import Path
 
-from client import get, post
+from client import exchange, get, post
 from server import START_S, Process
 
 BINARY = "KVFERRY_BIN"
@@ -31,16 +31,17 @@ class Router(Process):
         before: "Router | None" = None,
         env: dict[str, str] | None = None,
         args: tuple[str, ...] = (),
+        times: tuple[str, ...] = ("--retries", str(RETRIES), "--expiry", str(EXPIRY_S)),
     ):
         """`env` is what it is told beside its arguments: the fleet's secret, which its legs are sealed
         with."""
         self.told = before.told if before else env or {}
         if BINARY not in os.environ:
             raise RuntimeError(f"set {BINARY} to the path of the program kvferry")
-        command = [os.environ[BINARY], "router", "--json", "--retries", str(RETRIES)]
+        command = [os.environ[BINARY], "router", "--json", *times]
         http, discovery = (before.port, before.discovery) if before else (0, 0)
         command += ["--listen", f"127.0.0.1:{http}", "--discovery", f"127.0.0.1:{discovery}"]
-        command += ["--admin-addr", "127.0.0.1:0", "--expiry", str(EXPIRY_S), *args]
+        command += ["--admin-addr", "127.0.0.1:0", *args]
         super().__init__("router", command, os.environ | self.told, log, stdout=subprocess.PIPE)
         try:
             line = self._first_line()
@@ -49,6 +50,7 @@ class Router(Process):
             raise
         self.port = int(line["http"].rsplit(":", 1)[1])
         self.discovery = int(line["discovery"].rsplit(":", 1)[1])
+        self.admin = int(line["admin"].rsplit(":", 1)[1])
 
     def _first_line(self) -> dict:
         late = threading.Timer(30, self.child.kill)
@@ -62,6 +64,11 @@ class Router(Process):
     def wait_for(self, what: str) -> None:
         """Waits until it has a prefill and a decode that it can use."""
         self.wait_until(f"it knows {what}", lambda: get(self.port, "/readiness") == 200, START_S)
+
+    def states(self) -> list[str]:
+        """What it makes of each instance."""
+        status, page = exchange(self.admin, "GET", "/workers", None, {}, 10)
+        return [it["state"] for it in json.loads(page)["workers"]] if status == 200 else []
 
     def complete(self, body: dict, seconds: float = 60) -> dict:
         """Answer to /v1/completions; `Refused` carries its error."""

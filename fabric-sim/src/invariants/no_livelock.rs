@@ -105,7 +105,10 @@ impl NoLivelock {
             LegBody::Decode { prompt, sample, .. } => ((*prompt, Some(*sample)), 1),
         };
         let [before, busy] = client.map_or([0; 2], |client| client.tries(part));
-        let (count, limit) = (1 + before as u32, 1 + self.retries * times);
+        // Tries do not count, up to as many again, if an instance had lost its host, or the router its
+        // registrations.
+        let excused = if now.state.last_hit > Nanos::ZERO { self.retries } else { 0 };
+        let (count, limit) = (1 + before as u32, 1 + (self.retries + excused) * times);
         let is_hammered = busy > BUSY_MAX;
         (count > limit || is_hammered).then_some((count + busy as u32, limit))
     }

@@ -414,7 +414,7 @@ pub struct RetryShare {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RouterConfig {
-    /// A registration not repeated for this long is dropped.
+    /// An instance whose registration is not repeated for this long gets no more legs.
     pub expiry: Nanos,
     /// After a connection failure an instance gets no traffic for this long, or until it registers
     /// again; doubles per failure without a success between, up to `breaker_max`. From the second

@@ -169,8 +169,8 @@ pub(super) enum RegisterOutcome {
         /// The instance; none if it only came to say that it is draining.
         instance_id: Option<InstanceId>,
         /// The incarnations before, which are over: its own, and that of another engine at its
-        /// place. Those that made room for an instance that signs have no [`replaced`]
-        /// (RegisteredInstance::replaced).
+        /// place. One that only makes room in the table is not
+        /// [replaced](RegisteredInstance::replaced).
         replaced: Vec<InstanceId>,
         /// What it was in another role, which has legs.
         switched: Option<InstanceId>,
@@ -286,20 +286,11 @@ impl Registry {
             }
         }
         let draining = registration.draining;
-        if !draining {
-            replaced.extend(self.superseded_instance(&entry, &replaced)?);
-        }
-        let mut displaced = None;
-        if !draining {
-            let (signed, is_static) = (entry.signed, entry.dialects().is_static());
-            let new = NewPlace { signed, is_static, source, replaced: &replaced };
-            displaced = self.make_place(new, config)?;
-            replaced.extend(displaced);
-        }
-        let switched = self.retire(registration, &mut replaced, config);
-        for instance_id in replaced.iter().filter(|it| displaced != Some(**it)) {
-            self.instance_mut(*instance_id).replaced = true;
-        }
+        let displaced = match draining {
+            true => None,
+            false => self.clear_place((&entry, source), &mut replaced, config)?,
+        };
+        let switched = self.retire(registration, &mut replaced, displaced, config);
         let (engine, signed) = (registration.engine.clone(), entry.signed);
         let instance_id = (!draining).then(|| self.insert(now, (entry, source), config));
         let place = instance_id.map_or(InstancePresence::Left, InstancePresence::Live);
@@ -310,6 +301,22 @@ impl Registry {
             self.leave(engine);
         }
         Ok(RegisterOutcome::Current { instance_id, replaced, switched })
+    }
+
+    /// Adds the instances that have to leave for a new one to those that it replaces. Returns the one
+    /// that only makes room in the table.
+    fn clear_place(
+        &self,
+        (entry, source): (&RegistrationEntry, Option<PeerSource>),
+        replaced: &mut Vec<InstanceId>,
+        config: &RouterConfig,
+    ) -> Result<Option<InstanceId>, RejectReason> {
+        replaced.extend(self.superseded_instance(entry, replaced)?);
+        let (signed, is_static) = (entry.signed, entry.dialects().is_static());
+        let new = NewPlace { signed, is_static, source, replaced };
+        let displaced = self.make_place(new, config)?;
+        replaced.extend(displaced);
+        Ok(displaced)
     }
 
     /// The other engine that had the place of a new incarnation: a server that was restarted with

@@ -18,6 +18,7 @@ impl Registry {
         &mut self,
         new: &Registration,
         replaced: &mut Vec<InstanceId>,
+        displaced: Option<InstanceId>,
         config: &RouterConfig,
     ) -> Option<InstanceId> {
         let room = self.len() + 1 - replaced.len() < config.instances_max as usize;
@@ -29,7 +30,8 @@ impl Registry {
         });
         replaced.retain(|instance_id| former != Some(*instance_id));
         for instance_id in replaced {
-            self.instance_mut(*instance_id).lost = true;
+            let instance = self.instance_mut(*instance_id);
+            (instance.lost, instance.replaced) = (true, displaced != Some(*instance_id));
         }
         if let Some(former) = former {
             self.instance_mut(former).switched = true;

@@ -10,6 +10,7 @@ mod dispatch;
 mod ends;
 mod failures;
 mod headers;
+mod hosts;
 mod limits;
 mod load;
 mod loops;

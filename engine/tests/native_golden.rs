@@ -203,7 +203,9 @@ fn whole(registration: Registration) -> Registration {
     let troubles = vec![trouble(Some(Incarnation(7))), trouble(None)];
     let models = ServedModels { names: vec!["m".into()], adapters: vec!["lora".into()] };
     let models = Some(models.into());
-    Registration { fit: Some(fit.into()), troubles, models, ..registration }
+    let failure = Failure::PeerSilent;
+    let failed = vec![FailedLeg { key: tag().key, sibling: 2, failure }];
+    Registration { fit: Some(fit.into()), troubles, models, failed, ..registration }
 }
 
 /// At least one frame of each kind, in a connection of a version.

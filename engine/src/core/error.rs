@@ -189,6 +189,44 @@ impl Failure {
         }
     }
 
+    /// What to do about it, if its text does not say so: a clause for people who run the servers.
+    pub fn remedy(&self) -> Option<&'static str> {
+        Some(match self {
+            Failure::Cancelled => "send the request again",
+            Failure::PrefillEnded => "the log of the prefill's server has the reason",
+            Failure::Fabric(_) | Failure::Stalled => "check the network between the two instances",
+            Failure::Refused(_) => {
+                "check `paths`, `slower` and `uids` of both instances, and their memory"
+            }
+            Failure::PeerSilent => {
+                "check that the host of the prefill runs and is not starved of CPU time"
+            }
+            Failure::PeerRestarted => "the log of the prefill's host has the reason of its end",
+            Failure::Unreachable => {
+                "check that the host of the prefill runs, its host_ip and ports, and the firewall"
+            }
+            Failure::Mismatch(_) => {
+                "give both engines the same model, block size and type of the KV cache"
+            }
+            Failure::HelloRefused(_) => {
+                "`refused a hello` in the log of the prefill's host has more"
+            }
+            Failure::UnknownTransfer => "the log of the prefill has what became of its leg",
+            Failure::LeaseExpired => "use a faster path, or raise protocol.lease_ms",
+            Failure::Preempted => "give the prefill more KV blocks, or raise protocol.resume_ms",
+            Failure::NotFetched => "the log of the decode has what became of its leg",
+            Failure::DuplicateKey => "use each transfer id once",
+            Failure::Overload => "reduce the load, or raise the limits of `protocol` and `channel`",
+            Failure::Violation(_) | Failure::Unknown(_) => {
+                "install one version of kvferry on both instances"
+            }
+            Failure::EngineGone => "the log of the server has the reason of its end",
+            Failure::OtherLife => "send the request again: the instance has been restarted",
+            Failure::Corrupt(_) => "check memory, drivers and the data plane of the two instances",
+            Failure::PromptMismatch { .. } => return None,
+        })
+    }
+
     /// True if the request alone causes it: every pair of engines fails it in the same way.
     pub fn is_of_request(&self) -> bool {
         matches!(self, Failure::PromptMismatch { .. })

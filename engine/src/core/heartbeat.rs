@@ -1,5 +1,5 @@
 //! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
-//! What changes between two, a peer out of reach or there again, is told sooner.
+//! What changes between two, a peer out of reach or there again, or a leg that failed, is told sooner.
 
 use super::command::ControlCommand;
 use super::config::CoreConfig;
@@ -8,11 +8,15 @@ use super::dialect::native::{self, DecodeError, Frame};
 use super::error::Failure;
 use super::ids::{EngineId, Incarnation, TransferKey};
 use super::layout::{Geometry, LayoutDigest, RankLayout};
-use super::message::{Registration, RouterEvent, TROUBLES_MAX, UnreachablePrefill};
+use super::message::{
+    FAILED_LEG_ID_MAX, FAILED_LEGS_MAX, FailedLeg, Registration, RouterEvent, TROUBLES_MAX,
+    UnreachablePrefill,
+};
 use super::moriio::MoriioConfig;
 use super::peers::{PeerEvent, PeerTurn, Peers};
 use super::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId, LinkKind};
+use std::collections::VecDeque;
 use std::mem;
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -23,6 +27,9 @@ const SILENT_AFTER: u32 = 3;
 /// Time between two registrations at least, and before a link that ended is dialled again; doubles per
 /// dial up to a heartbeat.
 const PAUSE: Nanos = Nanos::from_ms(100);
+
+/// Failed legs that wait for a registration; of more, nothing is told.
+pub(super) const BACKLOG_MAX: usize = 1024;
 
 /// Sends registrations while the engine lives; a lost one is replaced by the next.
 #[derive(Debug)]
@@ -45,6 +52,8 @@ pub(super) struct Heartbeat {
     is_silent: bool,
     /// Prompts of peers that did not come.
     failed: u32,
+    /// Legs that failed since the last registration; none without a link.
+    failed_legs: VecDeque<FailedLeg>,
     /// What is to be said of the router.
     router_events: Vec<RouterEvent>,
     /// Frames that are none that a router sends.
@@ -81,6 +90,7 @@ impl Heartbeat {
             without_link: None,
             is_silent: false,
             failed: 0,
+            failed_legs: VecDeque::new(),
             router_events: Vec::new(),
             violations: 0,
         })
@@ -127,15 +137,38 @@ impl Heartbeat {
             let (engine, failure) = (engine.clone(), failure.clipped());
             troubles.push(UnreachablePrefill { engine, incarnation, number: self.failed, failure });
         }
+        self.hurry(now);
+    }
+
+    /// Tells the router soon why a leg failed. Without a link it is not told: the router answers the
+    /// client before there is another one.
+    pub(super) fn leg_failed(
+        &mut self,
+        now: Nanos,
+        (key, sibling): (&TransferKey, u32),
+        failure: &Failure,
+    ) {
+        let has_room = self.failed_legs.len() < BACKLOG_MAX && key.id.0.len() <= FAILED_LEG_ID_MAX;
+        if !self.up || !has_room || planted!("causes-are-not-told") {
+            return;
+        }
+        let (key, failure) = (key.clone(), failure.clipped());
+        self.failed_legs.push_back(FailedLeg { key, sibling, failure });
+        self.hurry(now);
+    }
+
+    /// Moves the next registration forward.
+    fn hurry(&mut self, now: Nanos) {
         if self.up {
             let soon = now.max(self.last + PAUSE);
             self.next = self.next.map(|next| next.min(soon));
         }
     }
 
-    /// Frames that no router sends, and peers that the registrations name as out of reach.
+    /// Frames that no router sends, and what the next registration names: peers that are out of reach
+    /// and failed legs.
     pub(super) fn sizes(&self) -> [u32; 2] {
-        [self.violations, self.registration.troubles.len() as u32]
+        [self.violations, (self.registration.troubles.len() + self.failed_legs.len()) as u32]
     }
 
     /// What is to be said of the router since the last time.
@@ -178,6 +211,7 @@ impl Heartbeat {
             ControlEvent::LinkDown { .. } => {
                 self.up = false;
                 self.link = None;
+                self.failed_legs.clear();
                 self.without_link.get_or_insert(turn.now);
                 // A router that drains hangs up: the next one at its address is there, or soon.
                 let pause = PAUSE.scale(1 << self.dials.min(16), 1).min(self.heartbeat);
@@ -202,6 +236,8 @@ impl Heartbeat {
     fn beat(&mut self, turn: &mut PeerTurn<'_>) {
         let Some(link) = self.link else { return };
         self.registration.sequence += 1;
+        let told = self.failed_legs.len().min(FAILED_LEGS_MAX);
+        self.registration.failed = self.failed_legs.drain(..told).collect();
         let frame = match &self.moriio {
             // Routers that know only MoRIIO take every heartbeat for life; without one, they
             // forget.
@@ -211,8 +247,10 @@ impl Heartbeat {
             _ => native::encode(&Frame::Register(self.registration.clone())),
         };
         turn.commands.push(ControlCommand::Send { link, frame });
+        self.registration.failed.clear();
         self.last = turn.now;
-        self.next = Some(turn.now + self.heartbeat);
+        let has_more = !self.failed_legs.is_empty();
+        self.next = Some(if has_more { turn.now } else { turn.now + self.heartbeat });
     }
 
     pub(super) fn tick(&mut self, peers: &mut Peers, turn: &mut PeerTurn<'_>) {

@@ -3,6 +3,7 @@
 
 use super::channel::WINDOW;
 use super::config::CoreConfig;
+use super::heartbeat::BACKLOG_MAX;
 use super::ids::TP_MAX;
 use super::machine::Gauges;
 use super::message::{Role, TROUBLES_MAX};
@@ -90,7 +91,9 @@ impl CoreConfig {
             // Places for claims.
             Role::Decode => requests,
         };
-        let of_peers = 9 * peers + 2 * links + peers * WINDOW + TROUBLES_MAX as u64;
+        // What is told of prefills and of legs.
+        let told = (TROUBLES_MAX + BACKLOG_MAX) as u64;
+        let of_peers = 9 * peers + 2 * links + peers * WINDOW + told;
         Gauges {
             transfers: total(transfers),
             operations: 0,

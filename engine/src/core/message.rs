@@ -17,8 +17,8 @@
 
 pub use super::ids::{Mode, Role};
 pub use super::registration::{
-    MODEL_NAME_MAX, MODELS_MAX, Registration, RouterEvent, ServedModels, TROUBLES_MAX,
-    UnreachablePrefill,
+    FAILED_LEG_ID_MAX, FAILED_LEGS_MAX, FailedLeg, MODEL_NAME_MAX, MODELS_MAX, Registration,
+    RouterEvent, ServedModels, TROUBLES_MAX, UnreachablePrefill,
 };
 
 use super::dialect::moriio::params::MoriioRemote;

@@ -420,6 +420,18 @@ impl PeerManager {
         }
     }
 
+    /// Tells the router why a leg failed.
+    pub(super) fn note_failed_leg(
+        &mut self,
+        now: Nanos,
+        leg: (&TransferKey, u32),
+        failure: &Failure,
+    ) {
+        if let Some(heartbeat) = &mut self.heartbeat {
+            heartbeat.leg_failed(now, leg, failure);
+        }
+    }
+
     /// A message that this role never gets.
     pub(super) fn violation(
         &mut self,

@@ -1,7 +1,7 @@
 //! What instances tell the router, and what becomes of it.
 
 use super::error::Failure;
-use super::ids::{EngineId, Incarnation, Mode, Role};
+use super::ids::{EngineId, Incarnation, Mode, Role, TransferKey};
 use super::layout::LayoutDigest;
 use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
@@ -40,6 +40,10 @@ pub struct Registration {
     /// The models that it serves; none if it does not say, and then it may serve any.
     #[serde(default)]
     pub models: Option<Arc<ServedModels>>,
+    /// Of a decode: legs whose KV has not come since the registration before, each told once, at most
+    /// [`FAILED_LEGS_MAX`].
+    #[serde(default)]
+    pub failed: Vec<FailedLeg>,
 }
 
 impl Registration {
@@ -67,6 +71,7 @@ impl Registration {
             fit: None,
             troubles: Vec::new(),
             models: None,
+            failed: Vec::new(),
         }
     }
 }
@@ -119,6 +124,24 @@ pub struct UnreachablePrefill {
     /// Number of the last prompt that did not come, of all that did not; a larger one is news.
     pub number: u32,
     /// Why the last one did not.
+    pub failure: Failure,
+}
+
+/// Failed legs in one registration; further ones are in the next one, which follows at once.
+pub const FAILED_LEGS_MAX: usize = 128;
+
+/// Longest transfer id of a failed leg in a registration, in bytes. Routers make shorter ones.
+pub const FAILED_LEG_ID_MAX: usize = 128;
+
+/// Why a decode leg went without its KV. The server of the decode may answer the leg with an error that
+/// does not contain the reason.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct FailedLeg {
+    /// The transfer of the leg.
+    pub key: TransferKey,
+    /// Which of the decode legs of the transfer it is.
+    pub sibling: u32,
+    /// Why the KV did not come.
     pub failure: Failure,
 }
 

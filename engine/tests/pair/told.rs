@@ -169,6 +169,48 @@ fn a_decode_tells_the_router_at_once_which_prefill_is_out_of_reach() {
 }
 
 #[test]
+fn decode_tells_the_router_once_why_each_leg_failed() {
+    let mut harness = decode(true);
+    let failed = |harness: &CoreHarness<Decode>| -> Vec<(Nanos, FailedLeg)> {
+        let each = |(at, it): &(Nanos, Registration)| {
+            it.failed.iter().map(|leg| (*at, leg.clone())).collect::<Vec<_>>()
+        };
+        harness.registered.iter().flat_map(each).collect()
+    };
+    (0..300).for_each(|prompt| arrive(&mut harness, prompt));
+    harness.advance(Nanos::from_secs(20));
+    let told = failed(&harness);
+    let mut prompts: Vec<_> = told.iter().map(|(_, leg)| leg.key.prompt).collect();
+    prompts.sort_unstable();
+    assert_eq!(prompts, (0..300).collect::<Vec<_>>(), "each once");
+    assert!(told.iter().all(|(_, leg)| leg.failure == Failure::Unreachable && leg.sibling == 0));
+    let ends = harness.said.iter().filter(|effect| matches!(effect, DecodeEffect::Answer(_)));
+    assert_eq!(ends.count(), 300);
+    // The router waits for less than a heartbeat.
+    assert!(told[299].0 - told[0].0 <= Nanos::from_ms(100), "{told:?}");
+    assert!(harness.registered.iter().all(|(_, it)| it.failed.len() <= FAILED_LEGS_MAX));
+    // A key that was used before says nothing of its first leg.
+    arrive(&mut harness, 7);
+    harness.advance(Nanos::from_secs(20));
+    assert_eq!(failed(&harness).len(), 300);
+}
+
+#[test]
+fn decode_without_a_router_keeps_no_failed_legs() {
+    let remembered = |prompts: u32| {
+        let mut harness = decode(false);
+        (0..prompts).for_each(|prompt| arrive(&mut harness, prompt));
+        harness.advance(Nanos::from_secs(20));
+        let remembered = harness.core.gauges().remembered;
+        harness.there = true;
+        harness.advance(Nanos::from_secs(20));
+        assert!(harness.registered.iter().all(|(_, it)| it.failed.is_empty()));
+        remembered
+    };
+    assert_eq!(remembered(9), remembered(1));
+}
+
+#[test]
 fn what_was_abandoned_before_its_leg_came_is_no_duplicate() {
     let mut harness = prefill();
     let link = harness.discovery.expect("it registered");

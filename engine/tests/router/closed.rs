@@ -3,10 +3,11 @@
 
 use crate::discovery::{DiscoveryBench, SentLeg, beat, done, native, sent};
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::Incarnation;
+use kvferry_engine::core::ids::{Incarnation, TransferKey};
 use kvferry_engine::core::layout::{Geometry, KvGroup, LayerRows, LayoutDigest};
 use kvferry_engine::core::message::{
-    FinishReason, Mode, Registration, Role, TROUBLES_MAX, UnreachablePrefill,
+    FAILED_LEG_ID_MAX, FAILED_LEGS_MAX, FailedLeg, FinishReason, Mode, Registration, Role,
+    TROUBLES_MAX, UnreachablePrefill,
 };
 use kvferry_engine::core::router::{
     ClientAnswer, InstanceState, LegEvent, LegFailure, RejectReason, RouterConfig, RouterEffect,
@@ -196,6 +197,44 @@ fn a_pair_that_a_decode_names_is_passed_over_until_kv_comes() {
     assert!(chosen(&mut bench) > 0, "KV came");
     told(&mut bench, 6, trouble(Some(4), 1));
     assert!(chosen(&mut bench) > 0, "that was another incarnation");
+}
+
+/// The causes that a registration makes the router pass to its shell, and of which engine.
+fn causes(bench: &mut DiscoveryBench, registration: Registration) -> Option<(String, usize)> {
+    let effects = bench.give(RouterInput::Register(registration));
+    effects.into_iter().find_map(|effect| match effect {
+        RouterEffect::LegCauses { engine, failed } => Some((engine.to_string(), failed.len())),
+        _ => None,
+    })
+}
+
+#[test]
+fn causes_of_failed_legs_are_passed_on_once_from_decodes_whose_registration_is_taken() {
+    let failed = |id: String| FailedLeg {
+        key: TransferKey { id: id.as_str().into(), prompt: 0 },
+        sibling: 0,
+        failure: Failure::HelloRefused("x".repeat(10_000).into()),
+    };
+    let mut bench = bench();
+    let told = |name, sequence, count| {
+        let failed = (0..count).map(|n| failed(format!("tx-{n}"))).collect();
+        Registration { sequence, failed, ..one(name) }
+    };
+    assert_eq!(causes(&mut bench, told("d0", 2, 0)), None);
+    assert_eq!(causes(&mut bench, told("d0", 3, 2)), Some(("d0".into(), 2)));
+    assert_eq!(causes(&mut bench, told("d0", 3, 2)), None, "the same registration again");
+    assert_eq!(causes(&mut bench, told("p0", 2, 2)), None, "a prefill");
+    let badly_named = Registration { sequence: 4, ..told("", 4, 2) };
+    assert_eq!(causes(&mut bench, badly_named), None);
+    // A registration says no more than it may.
+    let all = told("d0", 4, 3 * FAILED_LEGS_MAX);
+    assert_eq!(causes(&mut bench, all), Some(("d0".into(), FAILED_LEGS_MAX)));
+    let long = vec![failed("x".repeat(FAILED_LEG_ID_MAX + 1)), failed("tx".into())];
+    let long = Registration { failed: long, ..told("d0", 5, 0) };
+    let effects = bench.give(RouterInput::Register(long));
+    let [RouterEffect::LegCauses { failed, .. }] = &effects[..] else { panic!("{effects:?}") };
+    assert_eq!(failed.len(), 1);
+    assert!(failed[0].failure.to_string().len() < 1_000);
 }
 
 #[test]

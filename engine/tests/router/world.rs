@@ -125,6 +125,7 @@ impl RouterWorld {
                     self.judge_dispatch(leg, client, engine, &body);
                 }
                 RouterEffect::Probe { http, .. } => panic!("{http} is probed unasked"),
+                RouterEffect::LegCauses { engine, .. } => panic!("{engine} told nothing"),
                 RouterEffect::AskLoad { .. } => assert!(self.config.load_period.is_some()),
                 RouterEffect::CancelLeg { leg } => self.end(leg),
                 RouterEffect::Answer { client, answer } => {

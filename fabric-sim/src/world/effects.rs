@@ -45,6 +45,8 @@ impl Simulation {
                 let answers = self.answers_http(&http);
                 self.tell(0, RouterInput::Probed { probe, answers, models: None }.into());
             }
+            // Engines of the simulation answer legs with the cause.
+            RouterEffect::LegCauses { .. } => {}
             RouterEffect::AskLoad { http } => self.ask_load(&http),
             RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
             RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),

@@ -86,6 +86,7 @@ impl Simulation {
                             sequence: 0,
                             draining: false,
                             troubles: Vec::new(),
+                            failed: Vec::new(),
                             ..said
                         };
                         native::encode(&Frame::Register(registration))

@@ -32,6 +32,20 @@ struct ErrorDetail<'a> {
     r#type: &'a str,
     param: Option<&'a str>,
     code: ErrorCode,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kvferry: Option<KvFailure<'a>>,
+}
+
+/// Why KV did not come, in the form in which instances tell it.
+#[derive(Serialize)]
+struct KvFailure<'a> {
+    failed: KvFailureCause<'a>,
+}
+
+#[derive(Serialize)]
+struct KvFailureCause<'a> {
+    cause: &'a str,
+    why: &'a str,
 }
 
 #[derive(Serialize)]
@@ -39,6 +53,21 @@ struct ErrorDetail<'a> {
 enum ErrorCode {
     Status(u16),
     Word(&'static str),
+}
+
+impl<'a> ErrorDetail<'a> {
+    fn new(status: StatusCode, message: &'a str) -> ErrorDetail<'a> {
+        let kind = match status {
+            StatusCode::NOT_FOUND => "NotFoundError",
+            StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
+            StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
+            StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => "BadGatewayError",
+            status if status.is_client_error() => "BadRequestError",
+            _ => "InternalServerError",
+        };
+        let code = ErrorCode::Status(status.as_u16());
+        ErrorDetail { message, r#type: kind, param: None, code, kvferry: None }
+    }
 }
 
 /// What a client is told instead of an answer.
@@ -56,6 +85,16 @@ impl HttpError {
         HttpError::with_param(status, message, None)
     }
 
+    /// KV did not come, for a `cause` in a word. `message` as above.
+    pub(crate) fn kv_failed(status: StatusCode, cause: &str, message: &str) -> HttpError {
+        let failed = KvFailureCause { cause, why: message };
+        let detail = ErrorDetail::new(status, message);
+        HttpError::with_detail(
+            status,
+            ErrorDetail { kvferry: Some(KvFailure { failed }), ..detail },
+        )
+    }
+
     /// The request is wrong; `param` names the field.
     pub(crate) fn bad(message: &str, param: &str) -> HttpError {
         let param = (!param.is_empty()).then_some(param);
@@ -63,16 +102,7 @@ impl HttpError {
     }
 
     fn with_param(status: StatusCode, message: &str, param: Option<&str>) -> HttpError {
-        let kind = match status {
-            StatusCode::NOT_FOUND => "NotFoundError",
-            StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
-            StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
-            StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT => "BadGatewayError",
-            status if status.is_client_error() => "BadRequestError",
-            _ => "InternalServerError",
-        };
-        let code = ErrorCode::Status(status.as_u16());
-        HttpError::with_detail(status, ErrorDetail { message, r#type: kind, param, code })
+        HttpError::with_detail(status, ErrorDetail { param, ..ErrorDetail::new(status, message) })
     }
 
     fn with_detail(status: StatusCode, error: ErrorDetail<'_>) -> HttpError {
@@ -120,6 +150,7 @@ impl HttpError {
             r#type: "invalid_request_error",
             param: Some("model"),
             code: ErrorCode::Word("model_not_found"),
+            kvferry: None,
         };
         HttpError::with_detail(StatusCode::NOT_FOUND, error)
     }

@@ -1,6 +1,8 @@
 //! The adapter of the router core between its plane and HTTP: it turns what the core wants into
 //! legs, and what becomes of them into news for the core and answers for the clients.
 
+mod causes;
+
 use super::args::HttpSettings;
 use super::error::HttpError;
 use super::in_flight::{ClientState, InFlightLeg, PartState};
@@ -13,7 +15,7 @@ use super::params::{self, TransferUid};
 use super::pool::ConnectionPool;
 use super::probe::{self, ProbeOrder};
 use super::relay::{StreamEnd, StreamRelay};
-use super::request_spans::{LegTracer, leg_failed};
+use super::request_spans::LegTracer;
 use super::routed_request::{RoutedRequest, is_alone, order, transfer_of};
 use crate::instance::{ReportedFailure, find_failure};
 use crate::spans::OpenSpan;
@@ -21,11 +23,12 @@ use actix::{Addr, Context, Handler, Message};
 use hyper::StatusCode;
 use kvferry_engine::actors::{Clock, CountedInput as _, Driver, PlaneAdapter};
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::ids::{ClientId, EngineId, LegId};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ClientId, EngineId, LegId, TransferKey};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
-    ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, LegFailure, RegistrationProof,
-    RoutedPrompt, Router, RouterEffect, RouterInput,
+    ClientAnswer, ClientRequest, InstancePair, LegBody, LegEvent, RegistrationProof, RoutedPrompt,
+    Router, RouterEffect, RouterInput,
 };
 use kvferry_engine::effects::perform_control;
 use kvferry_engine::fabric::{ControlPlane, Endpoint, NextPoll};
@@ -99,6 +102,8 @@ pub(crate) struct HttpAdapter {
     metrics: RouterMetrics,
     clients: HashMap<ClientId, ClientState>,
     legs: HashMap<LegId, InFlightLeg>,
+    /// The legs of decodes that say why KV did not come, by what these call them.
+    transfers: HashMap<(TransferKey, u32), LegId>,
     loads: LoadCalls,
     clock: Clock,
 }
@@ -115,9 +120,20 @@ impl HttpAdapter {
     ) -> RouterAddr {
         let now = clock.clone();
         let adapter = |core| {
-            let (clients, legs) = Default::default();
-            let loads = LoadCalls::new();
-            HttpAdapter { core, plane, pool, settings, metrics, clients, legs, loads, clock: now }
+            let (clients, legs, transfers) = Default::default();
+            let (loads, clock) = (LoadCalls::new(), now);
+            HttpAdapter {
+                core,
+                plane,
+                pool,
+                settings,
+                metrics,
+                clients,
+                legs,
+                transfers,
+                loads,
+                clock,
+            }
         };
         Driver::start(adapter, router, None, clock)
     }
@@ -155,14 +171,17 @@ impl HttpAdapter {
             times.queue.observe((sent - client.arrived).as_secs_f64());
             // The answer of another attempt tells nothing of this one.
             client.parts[part].prefilled.take_if(|_| role == Role::Prefill);
+            client.fault = None;
         }
+        let transfer = self.transfer_told(client, part, &pair, &body);
+        self.transfers.extend(transfer.iter().map(|transfer| (transfer.clone(), leg)));
         let core = self.core.clone();
         let (pool, limits) = (self.pool.clone(), self.settings.limits);
         // In a box, as it is moved several times until it runs.
         let task = actix::spawn(Box::pin(async move {
             let news = match order {
                 Ok(order) => leg::run(pool, order, limits).await,
-                Err(why) => LegResult::Failed(LegError::invalid_answer(&why)),
+                Err(why) => LegResult::Failed(LegError::invalid_answer(role, &why)),
             };
             core.do_send(LegMessage(leg, news));
         }));
@@ -175,6 +194,9 @@ impl HttpAdapter {
             http,
             wants_params,
             reports_failures: tells,
+            transfer,
+            cause: None,
+            uncaused: None,
             sent,
             times,
             task,
@@ -210,6 +232,28 @@ impl HttpAdapter {
         Some((order(&client.job, part, http, (pair, body), (unique, proof, above)), span))
     }
 
+    /// What the decode of a leg calls the leg's transfer when it tells why the KV did not come; none
+    /// if it tells nothing.
+    fn transfer_told(
+        &self,
+        client: ClientId,
+        part: usize,
+        pair: &InstancePair,
+        body: &LegBody,
+    ) -> Option<(TransferKey, u32)> {
+        let LegBody::Decode { transfer, .. } = body else { return None };
+        if !pair.decode.native || is_alone(body) {
+            return None;
+        }
+        if pair.is_native() {
+            return Some((transfer.key.clone(), transfer.sibling));
+        }
+        // A leg in MoRIIO's form has one id and one receiver.
+        let (_, unique) = self.clients.get(&client)?.parts[part].unique.as_ref()?;
+        let id = unique.transfer_id().as_str().into();
+        Some((TransferKey { id, prompt: 0 }, 0))
+    }
+
     fn whole(
         &mut self,
         leg: LegId,
@@ -217,7 +261,7 @@ impl HttpAdapter {
         body: ChargedBytes,
         out: &mut RouterInputQueue,
     ) {
-        let Some(mut running) = self.legs.remove(&leg) else { return };
+        let Some(mut running) = self.take_leg(leg) else { return };
         let Some(client) = self.clients.get_mut(&running.client) else { return };
         let part = running.part;
         if running.role == Role::Prefill {
@@ -229,6 +273,7 @@ impl HttpAdapter {
         let cached = client.parts[part].cached;
         self.settings.makers.note(client.job.asked.api, &body.bytes, &running.http);
         let told = if running.reports_failures { find_failure(&body.bytes) } else { None };
+        let told = told.and_then(|told| told.failure).or(running.cause.take());
         let facts = PartFacts { cached, inner_id: running.inner_id.clone() };
         let body = PartBody::Whole(body);
         // There is room for every part, or the client has gone and its guard says so.
@@ -242,10 +287,10 @@ impl HttpAdapter {
         &self,
         leg: LegId,
         running: &mut InFlightLeg,
-        told: Option<ReportedFailure>,
+        told: Option<Failure>,
         out: &mut RouterInputQueue,
     ) {
-        let Some(ReportedFailure { failure: Some(failure), .. }) = told else {
+        let Some(failure) = told else {
             self.leg_ended(running, "done");
             return out.push_back(leg_input(leg, done()));
         };
@@ -269,7 +314,7 @@ impl HttpAdapter {
         let ChargedBytes { bytes, mut memory } = body;
         // What it has computed is of no use.
         if let Some(heard) = running.reports_failures.then(|| find_failure(&bytes)).flatten() {
-            let fault = LegError::from_reported(heard, &running.engine);
+            let fault = LegError::from_reported(heard);
             return self.failed(leg, running, fault, out);
         }
         if !running.wants_params {
@@ -297,8 +342,8 @@ impl HttpAdapter {
                 out.push_back(leg_input(leg, done()));
             }
             Err(why) => {
-                let why = format!("prefill {}: {why}", running.engine);
-                self.failed(leg, running, LegError::invalid_answer(&why), out);
+                let fault = LegError::invalid_answer(running.role, &why);
+                self.failed(leg, running, fault, out);
             }
         }
     }
@@ -344,44 +389,18 @@ impl HttpAdapter {
         heard: Option<ReportedFailure>,
         out: &mut RouterInputQueue,
     ) {
-        let Some(mut running) = self.legs.remove(&leg) else { return };
+        let Some(mut running) = self.take_leg(leg) else { return };
         match end {
-            Ok(()) => self.decoded(leg, &mut running, heard, out),
+            Ok(()) => {
+                let told = heard.and_then(|heard| heard.failure).or(running.cause.take());
+                self.decoded(leg, &mut running, told, out);
+            }
             Err(why) => {
-                let message = format!("decode {}: the stream broke off: {why}", running.engine);
-                let refusal = HttpError::new(StatusCode::BAD_GATEWAY, &message);
-                let fault = LegError { failure: LegFailure::Connection, refusal };
+                let why = format!("the stream broke off: {why}");
+                let fault = LegError::connection(running.role, &why);
                 self.failed(leg, &mut running, fault, out);
             }
         }
-    }
-
-    fn failed(
-        &mut self,
-        leg: LegId,
-        running: &mut InFlightLeg,
-        fault: LegError,
-        out: &mut RouterInputQueue,
-    ) {
-        let LegError { failure, refusal } = fault;
-        // A busy instance refuses legs often, as long as it is full.
-        match &failure {
-            LegFailure::Busy { .. } => tracing::debug!(%leg, engine = %running.engine,
-                role = role_name(running.role), request = self.request_id(running),
-                "leg refused as busy"),
-            failure => tracing::warn!(%leg, engine = %running.engine,
-                role = role_name(running.role), request = self.request_id(running), %failure,
-                "leg failed"),
-        }
-        if let Some(span) = running.span.take() {
-            leg_failed(span, &failure);
-        }
-        let is_busy = matches!(failure, LegFailure::Busy { .. });
-        self.leg_ended(running, if is_busy { "busy" } else { "failed" });
-        if let Some(client) = self.clients.get_mut(&running.client) {
-            client.fault = Some(refusal);
-        }
-        out.push_back(leg_input(leg, LegEvent::Failed(failure)));
     }
 
     fn answer(&mut self, core: &Router, client: ClientId, answer: &ClientAnswer) {
@@ -389,7 +408,7 @@ impl HttpAdapter {
         let ended = match answer {
             ClientAnswer::Finished { .. } => Ok(()),
             ClientAnswer::Failed(failure) => {
-                Err(known.fault.take().unwrap_or_else(|| refusal(failure)))
+                Err(known.fault.take().unwrap_or_else(|| causes::refusal(failure)))
             }
             ClientAnswer::NoModel(served) => {
                 let asked = known.job.asked.model.as_deref().unwrap_or_default();
@@ -436,21 +455,6 @@ fn done() -> LegEvent {
     LegEvent::Done { reason: FinishReason::Length, recomputed: None }
 }
 
-/// What a client is told when the core gave up and no instance had said anything.
-fn refusal(failure: &LegFailure) -> HttpError {
-    match failure {
-        LegFailure::Request(why) => HttpError::bad(why, ""),
-        LegFailure::Busy { .. } => HttpError::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "all instances that serve the request are busy, and none took it within \
-                 --queue-timeout: send it again later, or have the operator add instances",
-        ),
-        failure => {
-            HttpError::new(StatusCode::BAD_GATEWAY, &format!("no instance served: {failure}"))
-        }
-    }
-}
-
 impl PlaneAdapter for HttpAdapter {
     type Machine = Router;
 
@@ -479,11 +483,12 @@ impl PlaneAdapter for HttpAdapter {
                 self.dispatch(LegDispatch { leg, client, engine, http, pair, body });
             }
             RouterEffect::CancelLeg { leg } => {
-                if let Some(mut running) = self.legs.remove(&leg) {
+                if let Some(mut running) = self.take_leg(leg) {
                     self.leg_ended(&mut running, "cancelled");
                     running.task.abort();
                 }
             }
+            RouterEffect::LegCauses { engine, failed } => self.causes(&engine, failed, out),
             RouterEffect::Answer { client, answer } => self.answer(core, client, &answer),
             RouterEffect::Probe { probe, http: to, is_unproven, is_doubted, wants_models } => {
                 let order = ProbeOrder { probe, to, is_unproven, is_doubted, wants_models };
@@ -558,11 +563,7 @@ impl Handler<LegMessage> for Driver<HttpAdapter> {
         self.with_adapter(context, |front, out| match news {
             LegResult::Whole(head, body) => front.whole(leg, head, body, out),
             LegResult::Begun(head, beginning) => front.begun(leg, head, beginning, out),
-            LegResult::Failed(fault) => {
-                if let Some(mut running) = front.legs.remove(&leg) {
-                    front.failed(leg, &mut running, fault, out);
-                }
-            }
+            LegResult::Failed(fault) => front.leg_failed(leg, fault, out),
         });
     }
 }

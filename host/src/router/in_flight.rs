@@ -3,11 +3,13 @@
 use super::error::HttpError;
 use super::http_adapter::ClientEvent;
 use super::instance_times::InstanceTimes;
+use super::leg::LegError;
 use super::memory_budget::MemoryCharge;
 use super::params::TransferUid;
 use super::routed_request::RoutedRequest;
 use crate::spans::OpenSpan;
-use kvferry_engine::core::ids::{ClientId, EngineId, TransferId};
+use kvferry_engine::core::error::Failure;
+use kvferry_engine::core::ids::{ClientId, EngineId, TransferId, TransferKey};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::fabric::Endpoint;
 use std::sync::Arc;
@@ -21,6 +23,7 @@ pub(super) struct ClientState {
     pub(super) arrived: Instant,
     pub(super) events: mpsc::Sender<ClientEvent>,
     pub(super) parts: Vec<PartState>,
+    /// What it is told if the legs that were sent last come to nothing.
     pub(super) fault: Option<HttpError>,
 }
 
@@ -52,6 +55,12 @@ pub(super) struct InFlightLeg {
     pub(super) wants_params: bool,
     /// True if the instance reports failed loads of KV.
     pub(super) reports_failures: bool,
+    /// What the host of its decode calls its transfer, if that host tells why KV does not come.
+    pub(super) transfer: Option<(TransferKey, u32)>,
+    /// Why its KV did not come, in the words of that host.
+    pub(super) cause: Option<Failure>,
+    /// The leg has failed and waits for that word.
+    pub(super) uncaused: Option<Box<LegError>>,
     pub(super) sent: Instant,
     pub(super) times: Arc<InstanceTimes>,
     pub(super) task: JoinHandle<()>,

@@ -2,6 +2,7 @@
 
 use super::args::HttpLimits;
 use super::body_chain::BodyChain;
+use super::client_words;
 use super::error::{HttpError, RELAYED_MAX};
 use super::memory_budget::{ByteCollector, ChargedBytes, MemoryCharge, MemoryRefusal};
 use super::pool::{ConnectionPool, PooledBody, chain};
@@ -17,7 +18,7 @@ use hyper::http::uri::PathAndQuery;
 use hyper::{Method, Request, StatusCode};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::EngineId;
+use kvferry_engine::core::ids::Role;
 use kvferry_engine::core::router::LegFailure;
 use kvferry_engine::fabric::Endpoint;
 use memchr::memmem;
@@ -38,21 +39,48 @@ pub(crate) struct LegError {
     pub(crate) failure: LegFailure,
     /// For the client, if nobody else does better.
     pub(crate) refusal: HttpError,
+    /// True if the instance answered with an error that does not say why, as vLLM does where KV did
+    /// not come.
+    pub(crate) lacks_cause: bool,
 }
 
 impl LegError {
     /// The instance could not be reached, cut the connection, or was silent for too long.
-    pub(crate) fn connection(to: &Endpoint, why: &str) -> LegError {
-        let message = format!("instance {to}: {why}");
-        let refusal = HttpError::new(StatusCode::BAD_GATEWAY, &message);
-        LegError { failure: LegFailure::Connection, refusal }
+    pub(crate) fn connection(role: Role, why: &str) -> LegError {
+        let message = client_words::at_instance(role, why);
+        LegError::new(LegFailure::Connection, HttpError::new(StatusCode::BAD_GATEWAY, &message))
     }
 
-    /// The instance answered that the leg was of no use.
-    pub(crate) fn from_reported(heard: ReportedFailure, engine: &EngineId) -> LegError {
+    /// The prefill answered that the leg was of no use.
+    pub(crate) fn from_reported(heard: ReportedFailure) -> LegError {
         let status = StatusCode::BAD_GATEWAY;
-        let refusal = HttpError::new(status, &format!("prefill {engine}: {}", heard.why));
-        LegError { failure: answered(status, heard.failure), refusal }
+        let refusal = reported(Role::Prefill, status, &heard);
+        LegError::new(answered(status, heard.failure), refusal)
+    }
+
+    fn new(failure: LegFailure, refusal: HttpError) -> LegError {
+        LegError { failure, refusal, lacks_cause: false }
+    }
+
+    /// The same error with the reason that the host of the instance has told.
+    pub(crate) fn caused_by(self, role: Role, failure: Failure) -> LegError {
+        let refusal = kv_failed(role, self.refusal.status, &failure);
+        LegError::new(LegFailure::Instance(failure), refusal)
+    }
+
+    /// The same error if no reason came in time. An error with words of its own keeps them.
+    pub(crate) fn without_cause(self, role: Role, waited: Duration) -> LegError {
+        let status = self.refusal.status;
+        let says_nothing = matches!(&*self.refusal.message(), "" | "Internal server error");
+        let refusal = match says_nothing {
+            true => {
+                let status_code = status.as_u16();
+                let text = client_words::without_cause(role, status_code, waited.as_millis());
+                HttpError::new(status, &text)
+            }
+            false => self.refusal,
+        };
+        LegError::new(self.failure, refusal)
     }
 
     /// The instance takes no legs of this kind, for it has another role than it had or was said to
@@ -60,14 +88,14 @@ impl LegError {
     fn misdirected(told: &HttpError) -> LegError {
         let failure = LegFailure::Answer(told.status.as_u16());
         let why = format!("the instance takes no such leg: {}", told.message());
-        LegError { failure, refusal: HttpError::new(StatusCode::BAD_GATEWAY, &why) }
+        LegError::new(failure, HttpError::new(StatusCode::BAD_GATEWAY, &why))
     }
 
     /// The instance answered what is no answer.
-    pub(crate) fn invalid_answer(why: &str) -> LegError {
+    pub(crate) fn invalid_answer(role: Role, why: &str) -> LegError {
         let status = StatusCode::BAD_GATEWAY;
         let failure = LegFailure::Answer(status.as_u16());
-        LegError { failure, refusal: HttpError::new(status, why) }
+        LegError::new(failure, HttpError::new(status, &client_words::at_instance(role, why)))
     }
 }
 
@@ -75,7 +103,7 @@ impl LegError {
 impl From<MemoryRefusal> for LegError {
     fn from(why: MemoryRefusal) -> LegError {
         let refusal = why.error("the answer");
-        LegError { failure: LegFailure::Request(refusal.message().into()), refusal }
+        LegError::new(LegFailure::Request(refusal.message().into()), refusal)
     }
 }
 
@@ -104,6 +132,7 @@ pub(crate) struct StreamBeginning {
 #[derive(Debug)]
 pub(crate) struct HttpLegRequest {
     pub(crate) to: Endpoint,
+    pub(crate) role: Role,
     pub(crate) path: &'static str,
     pub(crate) headers: HeaderMap,
     pub(crate) body: BodyChain,
@@ -124,14 +153,14 @@ pub(crate) async fn run(
     order: Box<HttpLegRequest>,
     limits: HttpLimits,
 ) -> LegResult {
-    let (to, inner_id) = (order.to.clone(), order.inner_id.clone());
+    let (role, inner_id) = (order.role, order.inner_id.clone());
     match exchange(pool, order, limits).await {
         Ok(news) => news,
         Err(ExchangeError::Fault(mut fault)) => {
             fault.refusal.body = without_addresses(fault.refusal.body, inner_id.as_deref());
             LegResult::Failed(*fault)
         }
-        Err(ExchangeError::Why(why)) => LegResult::Failed(LegError::connection(&to, &why)),
+        Err(ExchangeError::Why(why)) => LegResult::Failed(LegError::connection(role, &why)),
     }
 }
 
@@ -168,7 +197,7 @@ async fn exchange(
     order: Box<HttpLegRequest>,
     limits: HttpLimits,
 ) -> Result<LegResult, ExchangeError> {
-    let HttpLegRequest { to, path, headers, body, stream, mut memory, inner_id: _ } = *order;
+    let HttpLegRequest { to, role, path, headers, body, stream, mut memory, inner_id: _ } = *order;
     let mut request = Request::new(body);
     *request.method_mut() = Method::POST;
     *request.uri_mut() = PathAndQuery::from_static(path).into();
@@ -178,7 +207,7 @@ async fn exchange(
     let (head, mut body) = answer?.into_parts();
     let head = ResponseHead { status: head.status, headers: head.headers };
     if !head.status.is_success() {
-        let fault = refused(&head, body, limits, memory).await?;
+        let fault = refused((role, &head), body, limits, memory).await?;
         return Err(ExchangeError::Fault(Box::new(fault)));
     }
     if !stream {
@@ -204,7 +233,9 @@ async fn exchange(
         }
     }
     match first.error() {
-        Some((status, error)) => Err(ExchangeError::Fault(Box::new(fault(status, None, error)))),
+        Some((status, error)) => {
+            Err(ExchangeError::Fault(Box::new(fault(role, status, None, error))))
+        }
         None => {
             let first = first.bytes.freeze();
             Ok(LegResult::Begun(head, StreamBeginning { first, body, memory }))
@@ -295,7 +326,7 @@ impl StreamHead {
 
 /// Error text of an answer; a long one is cut.
 async fn refused(
-    head: &ResponseHead,
+    (role, head): (Role, &ResponseHead),
     mut body: PooledBody,
     limits: HttpLimits,
     mut memory: MemoryCharge,
@@ -315,7 +346,7 @@ async fn refused(
     let late = |_| format!("the error answer took longer than {:?}", limits.idle);
     collected.await.map_err(late)??;
     let again = retry_after(&head.headers, SystemTime::now());
-    Ok(fault(head.status, again, all.finish()))
+    Ok(fault(role, head.status, again, all.finish()))
 }
 
 /// What the core is told of a leg that failed with this status and perhaps for this. Of a kind that
@@ -328,18 +359,39 @@ fn answered(status: StatusCode, told: Option<Failure>) -> LegFailure {
 }
 
 /// What an instance's error says. An instance of our own tells what is behind it.
-fn fault(status: StatusCode, again: Option<Duration>, body: Bytes) -> LegError {
+fn fault(role: Role, status: StatusCode, again: Option<Duration>, body: Bytes) -> LegError {
     if status == StatusCode::MISDIRECTED_REQUEST {
         return LegError::misdirected(&HttpError::relayed(status, body));
     }
+    let told = find_failure(&body);
     let failure = match status {
         StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
             LegFailure::Busy { retry_after: again.map(|span| Nanos(span.as_nanos() as u64)) }
         }
         status if status.is_client_error() => LegFailure::Request(status.as_str().into()),
-        status => answered(status, find_failure(&body).and_then(|heard| heard.failure)),
+        status => answered(status, told.as_ref().and_then(|heard| heard.failure.clone())),
     };
-    LegError { failure, refusal: HttpError::relayed(status, body).or_retry_after(again) }
+    let lacks_cause = status == StatusCode::INTERNAL_SERVER_ERROR && told.is_none();
+    let refusal = match told {
+        Some(heard) => reported(role, status, &heard),
+        None => HttpError::relayed(status, body),
+    };
+    LegError { failure, refusal: refusal.or_retry_after(again), lacks_cause }
+}
+
+/// What an instance of this role said of a leg's KV, for the client.
+fn reported(role: Role, status: StatusCode, heard: &ReportedFailure) -> HttpError {
+    match &heard.failure {
+        None | Some(Failure::Unknown(_)) => {
+            HttpError::new(status, &client_words::at_instance(role, &heard.why))
+        }
+        Some(failure) => kv_failed(role, status, failure),
+    }
+}
+
+fn kv_failed(role: Role, status: StatusCode, failure: &Failure) -> HttpError {
+    let message = client_words::kv_failure(role, failure);
+    HttpError::kv_failed(status, failure.kind(), &message)
 }
 
 /// All of a body; silence between its parts and its length are bounded.
@@ -389,10 +441,10 @@ mod tests {
             let failed = format!(r#"{{"failed":{{"cause":"c","why":"w","failure":{told}}}}}"#);
             let answer = format!(r#"{{"kvferry":{failed}}}"#);
             let heard = find_failure(answer.as_bytes()).expect("it is told");
-            assert_eq!(LegError::from_reported(heard, &"p0".into()).failure, failure, "{told}");
+            assert_eq!(LegError::from_reported(heard).failure, failure, "{told}");
             let error = format!(r#"{{"error":{answer}}}"#);
             assert_eq!(
-                fault(StatusCode::BAD_GATEWAY, None, error.into()).failure,
+                fault(Role::Decode, StatusCode::BAD_GATEWAY, None, error.into()).failure,
                 failure,
                 "{told}"
             );

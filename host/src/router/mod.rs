@@ -12,6 +12,7 @@ mod args;
 mod body;
 mod body_chain;
 mod client_stream;
+mod client_words;
 mod connections;
 mod encoding;
 mod error;

@@ -2,6 +2,7 @@
 
 use super::access::check_same_origin;
 use super::api;
+use super::client_words;
 use super::error::HttpError;
 use super::exchange::{ClientExchange, source_of};
 use super::handler::RequestHandler;
@@ -315,13 +316,15 @@ impl PathProxy {
                     return Ok(response);
                 }
                 Ok(Err(SendError { why, is_unsent })) => {
-                    trouble = format!("instance {to}: {why}");
+                    tracing::debug!(%to, why, "a request was not passed on");
+                    trouble = format!("the instance: {}", client_words::without_addresses(&why));
                     if !is_unsent && passed.method != Method::GET {
                         break;
                     }
                 }
                 Err(_) => {
-                    trouble = format!("instance {to}: no answer within {:?}", limits.answer);
+                    tracing::debug!(%to, "a passed request got no answer");
+                    trouble = format!("the instance: no answer within {:?}", limits.answer);
                     break;
                 }
             }

@@ -86,10 +86,11 @@ pub(super) fn order(
         insert_context(&mut headers, span);
         transfer = transfer.map(|params| params::with_span(params, span)).transpose()?;
     }
-    let prefill = body.role() == Role::Prefill;
+    let role = body.role();
+    let prefill = role == Role::Prefill;
     let stream = job.asked.stream && !prefill;
     let body = job.asked.leg(part, prefill, transfer);
     let (path, memory) = (job.asked.api.path(), job.memory.another());
     let to = http.clone();
-    Ok(Box::new(HttpLegRequest { to, path, headers, body, inner_id, memory, stream }))
+    Ok(Box::new(HttpLegRequest { to, role, path, headers, body, inner_id, memory, stream }))
 }

@@ -21,7 +21,7 @@ async fn logged_pair(level: &str) -> (TestRouter, StubInstance, StubInstance) {
 }
 
 /// Lines of the log of a router that has ended.
-fn log(mut router: TestRouter) -> Vec<String> {
+pub(crate) fn log(mut router: TestRouter) -> Vec<String> {
     let mut text = String::new();
     let mut log = router.child.stderr.take().expect("it is piped");
     router.signal("-TERM");

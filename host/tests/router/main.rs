@@ -5,6 +5,7 @@ mod admin;
 mod backend;
 mod bodies;
 mod busy;
+mod causes;
 mod certificates;
 mod dispatch;
 mod ends;

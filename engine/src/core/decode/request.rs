@@ -5,10 +5,12 @@ use super::{Decode, DecodeTurn};
 use crate::core::block_ledger::BlockOwner;
 use crate::core::engine_core::CoreEffect;
 use crate::core::error::Failure;
-use crate::core::ids::{Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId};
+use crate::core::ids::{
+    Attempt, ConnectionId, EngineId, FlowId, Incarnation, RankSet, RequestId, TransferKey,
+};
 use crate::core::layout::{BlockList, GroupKind, senders};
 use crate::core::message::{AttemptTag, DecodeAnswer, DecodeLeg, Message, Mode, MoriioLeg};
-use crate::core::peer_manager::GroupBlocks;
+use crate::core::peer_manager::{GroupBlocks, PeerManager};
 use crate::core::prompt_hash::PromptHash;
 use crate::core::time::Nanos;
 use crate::core::verify::{KvDigest, Verify};
@@ -106,21 +108,12 @@ impl Decode {
         (tokens, prompt_hash): (u32, PromptHash),
         turn: &mut DecodeTurn<'_>,
     ) {
-        if let Err(failure) = self.admit(&id, &leg) {
-            turn.push(DecodeAnswer::Rejected { request: id, failure });
-            return;
-        }
-        let connection = match self.connect(&id, &leg, turn) {
-            Ok(connection) => connection,
-            Err(failure) => {
-                turn.push(DecodeAnswer::Rejected { request: id, failure });
-                return;
-            }
+        let admitted = self.admit(&id, &leg).and_then(|()| self.connect(&id, &leg, turn));
+        let connection = match admitted {
+            Ok(connection) if !self.is_past(connection, leg.incarnation) => connection,
+            Ok(_) => return self.turn_away(id, &leg, Failure::PeerRestarted, turn),
+            Err(failure) => return self.turn_away(id, &leg, failure, turn),
         };
-        if self.is_past(connection, leg.incarnation) {
-            turn.push(DecodeAnswer::Rejected { request: id, failure: Failure::PeerRestarted });
-            return;
-        }
         self.peer_manager.hold(connection, turn);
         let owner = BlockOwner(self.fresh());
         let lease = (leg.mode == Mode::Pull).then(|| Lease::asked(turn.now));
@@ -147,6 +140,18 @@ impl Decode {
             },
         );
         self.ask(&id, turn);
+    }
+
+    /// Rejects a leg that has just arrived.
+    fn turn_away(
+        &mut self,
+        request: RequestId,
+        leg: &DecodeLeg,
+        failure: Failure,
+        turn: &mut DecodeTurn<'_>,
+    ) {
+        note_failed_leg(&mut self.peer_manager, turn.now, (&leg.key, leg.sibling), &failure);
+        turn.push(DecodeAnswer::Rejected { request, failure });
     }
 
     /// Returns the connection to a leg's prefill. A peer that a leg names in MoRIIO's form may be
@@ -522,10 +527,14 @@ impl Decode {
         });
     }
 
-    /// Remembers for the router whether KV gets through between the prefill of a request and this
-    /// engine.
+    /// Remembers for the router why a request failed, and whether KV gets through between its prefill
+    /// and this engine.
     fn note_peer(&mut self, now: Nanos, id: &RequestId, failure: Option<&Failure>) {
         let Some(request) = self.requests.get(id) else { return };
+        if let Some(failure) = failure {
+            let leg = (&request.tag.key, request.tag.sibling);
+            note_failed_leg(&mut self.peer_manager, now, leg, failure);
+        }
         if failure.is_none_or(Failure::is_of_pair) {
             self.peer_manager.note_peer_result(
                 now,
@@ -549,5 +558,18 @@ impl Decode {
             self.tombstones.insert(transfer);
         }
         self.peer_manager.unhold(request.connection, turn);
+    }
+}
+
+/// Has the router told why a leg failed, unless the leg was cancelled, or its key had been used: an
+/// engine may send a leg again that it has answered, to let its prefill go.
+fn note_failed_leg(
+    peer_manager: &mut PeerManager,
+    now: Nanos,
+    leg: (&TransferKey, u32),
+    failure: &Failure,
+) {
+    if !matches!(failure, Failure::Cancelled | Failure::DuplicateKey) {
+        peer_manager.note_failed_leg(now, leg, failure);
     }
 }

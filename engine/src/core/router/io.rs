@@ -7,7 +7,9 @@ use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
 use crate::core::ids::{ClientId, EngineId, LegId, number_id};
 use crate::core::layout::Mismatch;
-use crate::core::message::{DecodeLeg, FinishReason, PrefillLeg, Registration, Role, ServedModels};
+use crate::core::message::{
+    DecodeLeg, FailedLeg, FinishReason, PrefillLeg, Registration, Role, ServedModels,
+};
 use crate::core::time::Nanos;
 use crate::fabric::{ControlEvent, Endpoint, LinkId};
 use serde::{Deserialize, Serialize};
@@ -256,6 +258,13 @@ pub enum RouterEffect {
         client: ClientId,
         /// How its request ended.
         answer: ClientAnswer,
+    },
+    /// A decode has said why legs of its went without their KV, each once. The legs may have ended, or
+    /// may be of other routers.
+    LegCauses {
+        /// The decode.
+        engine: EngineId,
+        failed: Vec<FailedLeg>,
     },
     /// Ask a server for its load; told by [`RouterInput::Load`], or not at all.
     AskLoad {

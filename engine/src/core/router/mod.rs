@@ -44,6 +44,7 @@ mod admission;
 mod budget;
 mod discovery;
 mod dispatcher;
+mod failed_legs;
 mod health;
 mod hosts;
 mod io;
@@ -269,6 +270,7 @@ impl Router {
         let (draining, native) = (entry.registration.draining, entry.native);
         let is_static = entry.dialects().is_static();
         let http = entry.registration.http.clone();
+        let causes = failed_legs::take(&mut entry.registration);
         let source = link.and_then(|link| self.source(link));
         let LegDispatcher { registry, config, .. } = &mut self.dispatcher;
         let new = registry.next_instance();
@@ -298,6 +300,7 @@ impl Router {
             let instance = self.dispatcher.registry.instance_mut(instance_id);
             (instance.link, instance.hostless) = (link, None);
             self.dispatcher.registry.note_models(instance_id);
+            causes.into_iter().for_each(|causes| turn.push(causes));
             // MoRIIO has no messages of routers.
             if let Some(link) = link.filter(|_| native) {
                 let abandoned = &mut self.dispatcher.registry.instance_mut(instance_id).abandoned;

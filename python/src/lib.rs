@@ -50,7 +50,7 @@ mod _native {
     use crate::engine::PyEngine;
     #[pymodule_export]
     use crate::link::{
-        PyLink, answered, check_address, layer_order, main, settings, socket_folder,
+        PyLink, answered, check_address, check_socket, layer_order, main, settings, socket_folder,
     };
     #[pymodule_export]
     use crate::payloads::PyPayloadLink;

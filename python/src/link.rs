@@ -421,6 +421,12 @@ pub(crate) fn socket_folder(path: PathBuf) -> PyResult<()> {
     Ok(kvferry::sidecar::prepare_socket_folder(&path)?)
 }
 
+/// Raises ValueError if no host of this user could listen at the path.
+#[pyfunction]
+pub(crate) fn check_socket(path: PathBuf) -> PyResult<()> {
+    kvferry::sidecar::try_socket(&path).map_err(PyValueError::new_err)
+}
+
 /// Runs `kvferry` with these arguments until it ends; the exit code.
 #[pyfunction]
 pub(crate) fn main(py: Python<'_>, args: Vec<String>) -> PyResult<u8> {

@@ -1,7 +1,9 @@
 //! The local socket between the connector and its host.
 
 use super::Check;
-use crate::sidecar::ownership::{check_folder_of, check_own_folder, check_owner};
+use crate::sidecar::ownership::{
+    PATH_MAX, check_folder_of, check_own_folder, check_owner, folder_name,
+};
 use std::env;
 use std::fs;
 use std::io::ErrorKind;
@@ -10,9 +12,6 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 const SOCKET: &str = "socket";
-
-/// Longest path of a Unix socket in bytes: 108 with the zero at its end.
-const PATH_MAX: usize = 107;
 
 /// Bytes of `/UUID_dpNNN.sock`, which the connector puts into its folder.
 const NAME_MAX: usize = 48;
@@ -106,7 +105,7 @@ fn given(path: &Path) -> Check {
 fn shared(folder: &Path, user: u32) -> Check {
     const OTHER: &str = "set XDG_RUNTIME_DIR to a folder that the servers' user can write, or give \
         \"socket\" in kv_connector_extra_config";
-    let own = folder.join(format!("kvferry-{user}"));
+    let own = folder.join(folder_name(user));
     if !is_short(&own, NAME_MAX) {
         return too_long(&own, own.as_os_str().len() + NAME_MAX, OTHER);
     }

@@ -14,6 +14,7 @@ mod fault_injector;
 mod gateway;
 mod kernel_waiter;
 mod last_error;
+mod left_sockets;
 mod metrics;
 mod mori_settings;
 mod mori_stages;
@@ -35,7 +36,7 @@ pub use client::SidecarClient;
 pub(crate) use config::HostArgs;
 pub(crate) use export::{ExportArgs, command as export_command};
 pub use kvferry_fabric_mori::DeviceEvent;
-pub use ownership::prepare_socket_folder;
+pub use ownership::{prepare_socket_folder, try_socket};
 pub use payload_link::{
     ArrivedPayload, LinkGauges, PayloadLink, PayloadOutcome, PoolOffer, ReservedSlot,
 };

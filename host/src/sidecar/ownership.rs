@@ -3,7 +3,7 @@
 
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::geteuid;
-use std::fs::{self, DirBuilder, Metadata};
+use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, ErrorKind};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
@@ -64,6 +64,38 @@ pub(crate) fn check_own_folder(folder: &Path) -> io::Result<()> {
     Ok(())
 }
 
+/// Name of the folder for the sockets of a user.
+pub(crate) fn folder_name(user: u32) -> String {
+    format!("kvferry-{user}")
+}
+
+/// Longest path of a Unix socket in bytes: 108 with the zero at its end.
+pub(crate) const PATH_MAX: usize = 107;
+
+/// Tries whether a host of this user could listen at a path, and leaves nothing behind.
+///
+/// # Errors
+/// The path, why not, and what to do.
+pub fn try_socket(socket: &Path) -> Result<(), String> {
+    let (shown, bytes) = (socket.display(), socket.as_os_str().len());
+    if bytes > PATH_MAX {
+        return Err(format!(
+            "socket {shown}: its path has {bytes} bytes, and that of a socket can have {PATH_MAX}: give a \
+             shorter one"
+        ));
+    }
+    check_folder_of(socket).map_err(|why| format!("socket {shown}: {why}"))?;
+    let tried = socket.with_file_name(format!(".kvferry-try-{}", std::process::id()));
+    let made = File::options().write(true).create_new(true).open(&tried);
+    made.and_then(|_| fs::remove_file(&tried)).map_err(|why| {
+        format!(
+            "socket {shown}: nothing can be made in its folder by user {}: {why}; give that user the \
+             right to write there, or \"socket\" in kv_connector_extra_config, or set XDG_RUNTIME_DIR",
+            geteuid().as_raw()
+        )
+    })
+}
+
 /// Checks the folder of a socket that a host is to listen at: only this user, or root, may take
 /// away what is in it.
 ///
@@ -74,7 +106,10 @@ pub(crate) fn check_folder_of(socket: &Path) -> io::Result<()> {
         Some(folder) if folder != Path::new("") => folder,
         _ => Path::new("."),
     };
-    let found = fs::metadata(folder)?;
+    let found = fs::metadata(folder).map_err(|why| {
+        let what = format!("its folder {}: {why}; make it, or give another path", folder.display());
+        io::Error::new(why.kind(), what)
+    })?;
     let (owner, mode) = (found.uid(), found.mode() & 0o7777);
     let is_open = mode & OTHERS_WRITE > 0 && mode & STICKY == 0;
     if is_open || !is_mine(&found) && owner != 0 {

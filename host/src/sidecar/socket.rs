@@ -2,6 +2,7 @@
 
 use super::codec::{MessageDecoder, decode, encode};
 use super::gateway::{ClientJoined, ClientLeft, ClientMessage};
+use super::left_sockets;
 use super::ownership;
 use super::proto::{ConnectorHello, FRAME_MAX, FromHost};
 use actix::{Actor, Context, Handler};
@@ -21,6 +22,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Duration;
 use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
@@ -58,18 +61,25 @@ pub(super) fn listen(path: &Path) -> Result<ListeningSocket, String> {
     let mut lock = path.as_os_str().to_owned();
     lock.push(".lock");
     let lock = PathBuf::from(lock);
-    let held = hold(&lock).map_err(|why| fail(&why))?.ok_or_else(|| fail(&"a host is there"))?;
+    let held = hold(&lock, TRIES).map_err(|why| fail(&why))?;
+    let held = held.ok_or_else(|| fail(&"a host is there"))?;
     if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
         // Whoever had it has no lock any more. If it cannot be removed, that is told next.
         let _ = fs::remove_file(path);
     }
     let listener = UnixListener::bind(path).map_err(|why| fail(&why))?;
     fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(|why| fail(&why))?;
+    left_sockets::remove(path);
     Ok(ListeningSocket { listener, path: path.into(), lock, _held: held })
 }
 
-/// Takes the lock; none if another process has it.
-fn hold(lock: &Path) -> io::Result<Option<File>> {
+/// Times that a lock is tried for, and the pause between them: a host that starts holds the locks of
+/// others for a moment, to see whether these are left behind.
+const TRIES: u32 = 10;
+const TRY_PAUSE: Duration = Duration::from_millis(20);
+
+/// Takes the lock; none if another process has it each time.
+pub(super) fn hold(lock: &Path, mut tries: u32) -> io::Result<Option<File>> {
     loop {
         let not_elsewhere = OFlags::NOFOLLOW.bits() as i32;
         let file = File::options()
@@ -82,6 +92,11 @@ fn hold(lock: &Path) -> io::Result<Option<File>> {
         ownership::check_owner(lock, &file.metadata()?)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
+            Err(Errno::WOULDBLOCK) if tries > 1 => {
+                tries -= 1;
+                thread::sleep(TRY_PAUSE);
+                continue;
+            }
             Err(Errno::WOULDBLOCK) => return Ok(None),
             Err(why) => return Err(why.into()),
         }

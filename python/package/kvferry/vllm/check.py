@@ -1,11 +1,13 @@
 """What has to hold of vLLM's configuration, as far as it says so itself."""
 
 import json
+from pathlib import Path
 
 import vllm
 from vllm.platforms import current_platform
 
-from kvferry._native import check_address, settings
+from kvferry import start
+from kvferry._native import check_address, check_socket, settings
 from kvferry.log import logger_of
 from kvferry.vllm.drafts import refused as refused_drafts
 from kvferry.vllm.roles import BOTH, by_role, check_ports, is_headless
@@ -71,12 +73,25 @@ def check(vllm_config, before_start: bool = False) -> None:
     settings(given(vllm_config))
     if transfer.kv_role == BOTH:
         check_ports(vllm_config)
-    halves = [given(half) for half in by_role(vllm_config)]
-    for keys in halves:
+    halves = [(half.kv_transfer_config.engine_id, given(half)) for half in by_role(vllm_config)]
+    for _, keys in halves:
         settings(keys)
     if before_start:
         check_version(vllm.__version__)
         _check_head(vllm_config)
-        for keys in halves:
+        for name, keys in halves:
             # Which ports a DP rank has is known in its process.
             check_address(keys, parallel.data_parallel_size == 1)
+            _check_socket(name, keys)
+
+
+def _check_socket(engine: str, keys: str) -> None:
+    """Raises ValueError if no host could listen where the one of an engine is to, unless it is there."""
+    socket, spawns, *_ = settings(keys)
+    if not spawns:
+        return
+    try:
+        path = Path(socket) if socket else start.socket_at(engine)
+    except OSError as why:
+        raise ValueError(f"no folder for the socket of the kvferry host: {why}") from why
+    check_socket(path)

@@ -28,8 +28,8 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// What the host says of a request: kind, request, and why.
-type PyLinkEvent = (&'static str, String, Option<String>);
+/// What the host says of a request: kind, request, and why, with the level of the log for that.
+type PyLinkEvent = (&'static str, String, Option<(&'static str, String)>);
 
 /// Blocks of a chunk: request, first token, one past the last, and per group where its added blocks
 /// begin in the request's list, and their ids.
@@ -166,7 +166,19 @@ fn failure_params(message: &FromHost) -> Option<(RequestId, String)> {
     }
 }
 
+/// Why something failed, and at which level of the log that is said. What clients did is no news to
+/// people: they leave, and then vLLM ends both requests, or sends the decode's once more.
+fn leveled(failure: &Failure) -> (&'static str, String) {
+    let level = match failure {
+        Failure::Cancelled => "debug",
+        Failure::PrefillEnded | Failure::DuplicateKey => "info",
+        _ => "warning",
+    };
+    (level, failure.to_string())
+}
+
 fn event(message: FromHost) -> Option<PyLinkEvent> {
+    let warning = |why| Some(("warning", why));
     let (kind, request, why) = match message {
         FromHost::Ready { .. }
         | FromHost::Begin(_)
@@ -177,28 +189,22 @@ fn event(message: FromHost) -> Option<PyLinkEvent> {
         | FromHost::Trace(_)
         | FromHost::Pool { .. }
         | FromHost::Payload(_) => return None,
-        FromHost::Refused { why } => return Some(("refused", String::new(), Some(why))),
-        FromHost::Unusable { request, why } => ("rejected", request, Some(why)),
+        FromHost::Refused { why } => return Some(("refused", String::new(), warning(why))),
+        FromHost::Unusable { request, why } => ("rejected", request, warning(why)),
         FromHost::Prefill(PrefillAnswer::SourceFree { request, failure }) => {
-            ("source_free", request, failure.map(|failure| failure.to_string()))
+            ("source_free", request, failure.as_ref().map(leveled))
         }
         FromHost::Prefill(PrefillAnswer::PreemptionSafe { request }) => {
             ("preemption_safe", request, None)
         }
-        // Who wanted it had left before it came, which nobody has to hear of.
-        FromHost::Prefill(PrefillAnswer::Rejected { request, failure: Failure::Cancelled }) => {
-            ("rejected", request, None)
-        }
-        FromHost::Prefill(PrefillAnswer::Rejected { request, failure }) => {
-            ("rejected", request, Some(failure.to_string()))
+        FromHost::Prefill(PrefillAnswer::Rejected { request, failure })
+        | FromHost::Decode(DecodeAnswer::Rejected { request, failure }) => {
+            ("rejected", request, Some(leveled(&failure)))
         }
         FromHost::Decode(DecodeAnswer::Allocate { request }) => ("allocate", request, None),
         FromHost::Decode(DecodeAnswer::Loaded { request }) => ("loaded", request, None),
         FromHost::Decode(DecodeAnswer::LoadFailed { request, failure }) => {
-            ("load_failed", request, Some(failure.to_string()))
-        }
-        FromHost::Decode(DecodeAnswer::Rejected { request, failure }) => {
-            ("rejected", request, Some(failure.to_string()))
+            ("load_failed", request, Some(leveled(&failure)))
         }
     };
     Some((kind, request.0.to_string(), why))

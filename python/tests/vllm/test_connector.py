@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import model as tiny
 import native
 import pytest
-from client import Refused, metric
+from client import Refused, metric, post
 from conftest import MODES, at_once, prompt, wide
 from pair import PLACES, ROLES, kvferry_at, request, served, tokens
 from prompts import assert_hashes_are_logged, sources, wait_for_transfer
@@ -32,6 +32,9 @@ BURNT_MAX = 0.3
 HOST_GROWTH_KIB = 8 << 10
 
 
+# By which the two engines make different prompts of one chat, of equal length.
+TEMPLATES = {role: f"{{% for it in messages %}}{role[0]}{{{{ it.content }}}}{{% endfor %}}" for role in ROLES}
+
 # `test_connector_faults` has a pair with its transfer actors in the workers, too.
 PAIRS = wide([(mode, place) for place in PLACES for mode in MODES], 2)
 
@@ -42,7 +45,8 @@ def servers(param: tuple[str, str], place):
     mode, actors = param
     connectors = dict.fromkeys(ROLES, kvferry_at(actors))
     name, env = f"own-{mode.lower()}-{actors}", {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
-    with served(name, place, mode, connectors, env, asynchronous=True) as pair:
+    flags = {role: ["--chat-template", TEMPLATES[role]] for role in ROLES}
+    with served(name, place, mode, connectors, env, asynchronous=True, flags=flags) as pair:
         pair.in_host = actors == "sidecar"
         yield pair
 
@@ -84,6 +88,24 @@ def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own, length
             own.decode.complete(to_decode)
         first.result()
     assert_hashes_are_logged(own.decode, ids, other)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_client_of_the_router_sees_that_two_engines_rendered_different_prompts(own, stream):
+    content = f"Once {own.mode} {stream} " + "x" * 300
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": stream}
+    known = own.decode.log.stat().st_size
+    with pytest.raises(Refused) as refused:
+        post(own.router.port, "/v1/chat/completions", body, 60)
+    message = json.loads(refused.value.body)["error"]["message"]
+    hashes = re.findall(r"the decode's has hash ([0-9a-f]{32}), the prefill's ([0-9a-f]{32});", message)
+    assert len(hashes) == 1 and hashes[0][0] != hashes[0][1], message
+    assert "send the prompt as token ids" in message and "127.0.0.1" not in refused.value.body
+    # The engine and the router have it once: the request is not tried again.
+    with own.decode.log.open() as log:
+        log.seek(known)
+        assert log.read().count(hashes[0][0]) == 1
+    assert sum(hashes[0][0] in line for line in own.router.log.read_text().splitlines()) == 1
 
 
 def test_eight_at_a_time_in_chunks(own, reference):

@@ -3,6 +3,7 @@ a clear error within a time, the next ones are served, and no block is lost. The
 
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,7 @@ def test_a_transfer_that_fails_follows_the_policy(own, reference):
         assert own.drills[1] == reference(drill_prompt(own, "failed"))
     else:
         assert isinstance(own.drills[1], Refused) and own.drills[1].status >= 500
-        assert json.loads(own.drills[1].body)["error"]["message"]
+        assert "(fabric): transfer failed: " in json.loads(own.drills[1].body)["error"]["message"]
     check_afterwards(own, reference, "drills")
 
 
@@ -191,9 +192,15 @@ def test_clients_leave_in_every_phase(own, reference):
         except OSError:
             pass
 
+    known = {name: getattr(own, name).log.stat().st_size for name in ROLES}
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(ask, range(30)))
     check_afterwards(own, reference, "leaves")
+    for name in ROLES:
+        with getattr(own, name).log.open() as log:
+            log.seek(known[name])
+            warnings = [line for line in log if re.search(r"WARN.*(load failed|rejected|source free)", line)]
+        assert not warnings, name
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -227,6 +234,21 @@ def test_a_host_that_is_paused_goes_on(own, reference, side):
     load.check(paused, PAUSE_S + CLEAR_S)
     assert server.host() == host
     check_afterwards(own, reference, f"a pause of {side}")
+
+
+@pytest.mark.wide
+def test_client_of_the_router_sees_that_the_host_of_a_prefill_is_silent(own, reference):
+    host = own.prefill.host()
+    os.kill(host, signal.SIGSTOP)
+    try:
+        answer = complete(own.router, request(prompt(120, f"{own.mode} silent")))
+    finally:
+        os.kill(host, signal.SIGCONT)
+    if own.policy == "fail":
+        message = json.loads(answer.body)["error"]["message"]
+        assert re.search(r"\((peer-silent|unreachable)\): peer .*; check that the host of the prefill runs", message)
+    wait_served(own)
+    check_afterwards(own, reference, "a silent host")
 
 
 @pytest.mark.wide

@@ -67,9 +67,9 @@ def test_what_is_told_of_a_request_that_has_ended_is_dropped():
     half.line.link = SimpleNamespace(told=lambda request: told.pop(request, None))
     half.legs = {"loading": Leg(5, loading=True, ended=True), "open": Leg(5)}
     half.held, half.free, half.loaded = {"held"}, set(), set()
-    half._apply("load_failed", "loading", "w")
+    half._apply("load_failed", "loading", ("warning", "w"))
     for request in ("held", "gone", "open"):
-        half._apply("rejected", request, "w")
+        half._apply("rejected", request, ("warning", "w"))
     assert (set(told), set(half.legs)) == ({"open"}, {"open"})
     assert (half.free, half.loaded, half.failed) == ({"held"}, {"loading"}, set())
     assert half.finished(SimpleNamespace(request_id="open"), ()) == (False, {"why": "w"})

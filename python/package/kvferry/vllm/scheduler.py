@@ -363,13 +363,14 @@ class Scheduler:
             self._apply(kind, request, why)
         return bool(events)
 
-    def _apply(self, kind: str, request: str, why: str | None) -> None:
+    def _apply(self, kind: str, request: str, why: tuple[str, str] | None) -> None:
         leg = self.legs.get(request)
         if leg is None or leg.ended:
             # vLLM ended the request: no answer is left that could tell it.
             self._told(request)
         if why is not None and (leg is not None or request in self.held):
-            logger.warning("%s: %s: %s", request or "engine", kind.replace("_", " "), why)
+            level, why = why
+            getattr(logger, level)("%s: %s: %s", request or "engine", kind.replace("_", " "), why)
         if request in self.held and kind in ("source_free", "rejected"):
             self.held.remove(request)
             self.free.add(request)

@@ -221,7 +221,9 @@ impl Case {
         for (one, two) in geometry.groups.iter_mut().zip(&mut other.groups) {
             let (small, times) = (1 + draw.below(4), 1 + draw.below(3));
             let sizes = [small, small * times];
-            let first = draw.below(2) as usize;
+            // The source's blocks are the larger ones where it frees what a window has passed.
+            let is_window = matches!(one.kind, GroupKind::Window { .. });
+            let first = if is_window { 1 } else { draw.below(2) as usize };
             (one.block_tokens, two.block_tokens) = (sizes[first], sizes[1 - first]);
         }
         let requests: Vec<(CaseRequest, [u32; 2])> =
@@ -269,14 +271,14 @@ fn request(
     let tokens = [source, receiver].map(|side| side.groups[group].block_tokens);
     let kind = source.groups[group].kind;
     let total = 1 + draw.below(20);
-    let wanted = source.needed_from(group, 0, total);
+    let unit = tokens[0].min(tokens[1]);
+    let wanted = kind.handed_over_from(0, total, unit);
     let from = match draw.below(3) {
         0 => wanted,
         1 => wanted.max(draw.below(total + 1) / tokens[1] * tokens[1]),
         _ => wanted.max(draw.below(total + 1)),
     };
     let to = if draw.chance() { total } else { from + draw.below(total - from + 1) };
-    let unit = tokens[0].min(tokens[1]);
     let mid = (from + draw.below(total - from + 1)).div_ceil(unit) * unit;
     let mut pools = [0; 2];
     let mut lists = [0, 1].map(|side| {

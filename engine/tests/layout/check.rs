@@ -234,16 +234,45 @@ fn fingerprint_is_the_same_everywhere_and_covers_every_field() {
 const GOLDEN: u64 = 0x0cc1_4116_08f7_b182;
 
 #[test]
-fn chunks_align_to_the_larger_block_and_windows_need_their_end() {
+fn chunks_align_to_the_larger_block() {
     let mut one = two_groups(2, GroupKind::Window { tokens: 9 }).geometry;
     let mut other = one.clone();
     other.groups[0].block_tokens = 32;
     assert_eq!((one.alignment(&other, 0), other.alignment(&one, 0)), (32, 32));
     assert_eq!((one.group_of(1), one.group_of(2), one.group_of(3)), (Some(1), Some(0), None));
-    assert_eq!((one.needed_from(0, 5, 100), one.needed_from(1, 5, 100)), (5, 91));
-    assert_eq!((one.needed_from(1, 95, 100), one.needed_from(1, 0, 4)), (95, 0));
     one.groups[1].kind = GroupKind::State;
-    assert_eq!((one.alignment(&other, 1), one.needed_from(1, 5, 100)), (1, 5));
+    assert_eq!(one.alignment(&other, 1), 1);
+}
+
+#[test]
+fn windows_need_blocks_that_the_source_keeps_whole() {
+    let sized = |tokens| {
+        let mut side = two_groups(2, GroupKind::Window { tokens: 9 });
+        side.geometry.groups[1].block_tokens = tokens;
+        side.ranks.iter_mut().for_each(|rank| rank.layers[1].shape[2] = tokens);
+        side
+    };
+    let (small, large) = (sized(8), sized(16));
+    let refused = check(small.view(), large.view()).unwrap_err().to_string();
+    assert!(
+        refused.starts_with("block size of group 1: the source frees blocks of 8 tokens"),
+        "{refused}"
+    );
+    let shapes = check(large.view(), small.view());
+    assert!(!matches!(&shapes, Err(why) if why.to_string().contains("block size")), "{shapes:?}");
+}
+
+#[test]
+fn the_window_of_a_hand_over_is_that_of_the_last_token() {
+    let window = GroupKind::Window { tokens: 9 };
+    // Token 99 reads 91..100; the block of 4 tokens that begins with 88 is moved as a whole.
+    assert_eq!((window.read_from(99), window.read_from(100)), (91, 92));
+    assert_eq!([1, 4].map(|unit| window.handed_over_from(0, 100, unit)), [91, 88]);
+    assert_eq!([95, 40].map(|from| window.handed_over_from(from, 100, 4)), [95, 88]);
+    assert_eq!([0, 1, 9].map(|tokens| window.handed_over_from(0, tokens, 4)), [0; 3]);
+    for kind in [GroupKind::Full, GroupKind::State] {
+        assert_eq!((kind.read_from(99), kind.handed_over_from(5, 100, 4)), (0, 5));
+    }
 }
 
 /// Numbers at which arithmetic breaks, and near ones.

@@ -14,6 +14,7 @@ mod stale;
 mod told;
 mod verify;
 mod versions;
+mod windows;
 mod world;
 
 use kvferry_engine::core::Nanos;
@@ -24,8 +25,7 @@ use kvferry_engine::core::layout::{BlockList, Mismatch};
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::fabric::{FabricError, Landed};
-use std::cell::Cell;
-use std::rc::Rc;
+use std::{cell::Cell, rc::Rc};
 use world::{BLOCK, HASH, LAYERS, OpResult, PairWorld, Speaker};
 
 fn key() -> TransferKey {

@@ -4,7 +4,7 @@
 mod setup;
 
 pub(crate) use setup::{BLOCK, HASH, LAYERS, actor, caps, core_config, layers};
-use setup::{mori_region, moriio};
+use setup::{KvCache, mori_region};
 
 use kvferry_engine::core::channel::ChannelConfig;
 use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
@@ -12,6 +12,7 @@ use kvferry_engine::core::config::{CoreConfig, CoreSettings};
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput, VerifyCounters};
 use kvferry_engine::core::error::{Failure, PeerViolation};
 use kvferry_engine::core::ids::{EngineId, Incarnation, StepId};
+use kvferry_engine::core::layout::Slices;
 use kvferry_engine::core::machine::Gauges;
 use kvferry_engine::core::message::{
     DecodeAnswer, Mode, PrefillAnswer, Role, TransferJob, TransferReport,
@@ -61,6 +62,8 @@ pub(crate) struct PairWorld {
     settings: TransferSettings,
     /// Regions are described in MoRI's words, which peers that speak MoRIIO need.
     describes: bool,
+    /// KV caches, of engines that do not have the usual one.
+    kv: BTreeMap<Role, KvCache>,
     ranks: BTreeMap<(Role, u16), Transfer>,
     queue: BTreeMap<(Nanos, u64), (Speaker, PairInput)>,
     sequence: u64,
@@ -97,6 +100,8 @@ pub(crate) struct PairWorld {
     pub(crate) refused: u64,
     /// How often the operation was posted that begins at this offset of its initiator's region.
     pub(crate) posted: BTreeMap<u64, u32>,
+    /// Ranges of all operations.
+    pub(crate) moved: Vec<Slices>,
     pub(crate) prefill_said: Vec<PrefillAnswer>,
     pub(crate) decode_said: Vec<DecodeAnswer>,
 }
@@ -148,13 +153,6 @@ impl PairWorld {
         PairWorld::of(prefill, decode, caps(), TransferSettings::default())
     }
 
-    /// One rank each, whose prefill deals with peers that speak MoRIIO, too.
-    pub(crate) fn beside_moriio(mode: Mode) -> PairWorld {
-        let core = |role| core_config(role, mode, 1, &CoreSettings::default());
-        let prefill = CoreConfig { moriio: Some(moriio()), ..core(Role::Prefill) };
-        PairWorld::of(prefill, core(Role::Decode), caps(), TransferSettings::default())
-    }
-
     /// Two engines of one rank each that are set up differently.
     pub(crate) fn unequal(
         mode: Mode,
@@ -175,6 +173,15 @@ impl PairWorld {
         caps: Caps,
         settings: TransferSettings,
     ) -> PairWorld {
+        PairWorld::start((prefill, decode), caps, settings, BTreeMap::new())
+    }
+
+    fn start(
+        (prefill, decode): (CoreConfig, CoreConfig),
+        caps: Caps,
+        settings: TransferSettings,
+        kv: BTreeMap<Role, KvCache>,
+    ) -> PairWorld {
         #[cfg(feature = "planted")]
         kvferry_engine::planted::plant_from_environment();
         let (mode, describes) = (prefill.mode, prefill.moriio.is_some());
@@ -186,6 +193,7 @@ impl PairWorld {
             caps,
             settings,
             describes,
+            kv,
             ranks: BTreeMap::new(),
             queue: BTreeMap::new(),
             sequence: 0,
@@ -209,6 +217,7 @@ impl PairWorld {
             used: BTreeMap::new(),
             credits: BTreeMap::new(),
             posted: BTreeMap::new(),
+            moved: Vec::new(),
             prefill_said: Vec::new(),
             decode_said: Vec::new(),
         };
@@ -222,6 +231,9 @@ impl PairWorld {
         for rank in 0..tp {
             let mut config = actor(role, mode, tp, rank, self.caps);
             config.settings = self.settings.clone();
+            if let Some((geometry, layers)) = self.kv.get(&role).cloned() {
+                (config.geometry, config.layers) = (geometry.into(), layers);
+            }
             let transfer = Transfer::new(config);
             self.ranks.insert((role, rank), transfer);
             self.after(0, Speaker::Rank(role, rank), PairInput::Transfer(TransferInput::Start));
@@ -459,6 +471,7 @@ impl PairWorld {
                 assert!(!slices.is_empty());
                 self.ops += 1;
                 *self.posted.entry(slices.local[0]).or_default() += 1;
+                self.moved.push(slices.clone());
                 let flying = self.flying.entry((role, rank, session)).or_default();
                 if flying.len() >= self.credit {
                     self.refused += 1;

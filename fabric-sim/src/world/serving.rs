@@ -4,11 +4,11 @@ use super::content::each_piece;
 use super::event::{SimEnvelope, SimEvent};
 use super::process::ForwardPass;
 use super::{LOCAL, MachineInput, ReadyStep, Simulation};
-use crate::memory::{BlockTokens, ContentMismatch, MemoryFidelity};
+use crate::memory::{BlockTokens, ContentMismatch, MemoryFidelity, MismatchKind};
 use crate::observation::{Observation, SimRankId};
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::ids::RequestId;
-use kvferry_engine::core::layout::{BlockList, GroupKind};
+use kvferry_engine::core::layout::{BlockList, GroupKind, KvGroup};
 use kvferry_engine::core::machine::Machine;
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::prefill::PrefillInput;
@@ -65,8 +65,8 @@ impl Simulation {
                 let seen = Observation::Freed { who, request: &request, blocks: &blocks };
                 self.observer.observe(now, &seen);
             }
-            EngineEffect::Use { request, content, tokens, blocks } => {
-                self.compare(instance, &request, &content, tokens, &blocks);
+            EngineEffect::Use { request, content, tokens, next, blocks } => {
+                self.compare(instance, &request, &content, (tokens, next), &blocks);
             }
             EngineEffect::Fault(text) => {
                 self.observer.observe(now, &Observation::EngineFault { who, text: &text });
@@ -202,13 +202,14 @@ impl Simulation {
         }
     }
 
-    /// Compares the memory of all ranks with what a request is about to read.
+    /// Compares the memory of all ranks with what a request is about to read of tokens `..tokens` to
+    /// compute `next`.
     fn compare(
         &mut self,
         instance: u16,
         request: &RequestId,
         content: &PromptContent,
-        tokens: u32,
+        (tokens, next): (u32, u32),
         blocks: &[BlockList],
     ) {
         let (grain, who, now) = (self.grain(), self.who(instance), self.now);
@@ -218,7 +219,8 @@ impl Simulation {
             let Some(store) = self.dma.store(plane.ix()) else { continue };
             let mut wrong: Option<ContentMismatch> = None;
             for ((index, group), blocks) in geometry.groups.iter().enumerate().zip(blocks) {
-                let from = geometry.needed_from(index, 0, tokens);
+                let from = group.kind.read_from(next);
+                wrong = wrong.or_else(|| unlisted((index, group), from..tokens, blocks));
                 each_piece(content, from..tokens, (index, group), blocks, grain, |at, stamp| {
                     if wrong.is_none() {
                         wrong = store.check(at, stamp).err();
@@ -236,4 +238,26 @@ impl Simulation {
         let incarnation = self.machines[slot as usize].incarnation;
         self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
     }
+}
+
+/// The first token of a group that is to be read and has no block.
+fn unlisted(
+    (index, group): (usize, &KvGroup),
+    tokens: Range<u32>,
+    blocks: &BlockList,
+) -> Option<ContentMismatch> {
+    if group.kind == GroupKind::State || tokens.is_empty() {
+        return None;
+    }
+    let size = group.block_tokens;
+    let mut needed = tokens.start / size..tokens.end.div_ceil(size);
+    let logical = needed.find(|logical| blocks.get(*logical).is_none())?;
+    let first = logical * size;
+    Some(ContentMismatch {
+        // The null block, as vLLM has it.
+        at: BlockTokens { group: index, block: 0, first, tokens: 0..size },
+        layer: group.layers[0],
+        position: first.max(tokens.start),
+        found: MismatchKind::Missing,
+    })
 }

@@ -1,6 +1,6 @@
 //! The KV of an instance without a model: a function of the token ids.
 
-use kvferry_engine::core::layout::{BlockList, Geometry, HeadSlots, LayerLayout};
+use kvferry_engine::core::layout::{BlockList, Geometry, GroupKind, HeadSlots, LayerLayout};
 use kvferry_scenarios::decide::mix;
 use kvferry_scenarios::engine::{PromptContent, write_words};
 use sha2::{Digest, Sha256};
@@ -207,10 +207,11 @@ pub(crate) fn expected(
     hex(&hash.finalize())
 }
 
-/// Tokens of a prompt whose KV is needed in a layer.
+/// Tokens of a prompt whose KV is read in a layer to compute its last token again.
 fn needed(geometry: &Geometry, layer: u16, tokens: u32) -> Range<u32> {
-    let from = geometry.group_of(layer).map_or(0, |group| geometry.needed_from(group, 0, tokens));
-    from..tokens
+    let kind =
+        geometry.group_of(layer).map_or(GroupKind::Full, |group| geometry.groups[group].kind);
+    kind.read_from(tokens.saturating_sub(1))..tokens
 }
 
 /// What a rank holds: `2 * head` for K, one more for V.

@@ -25,13 +25,9 @@ struct CacheGroup {
 }
 
 impl CacheGroup {
-    /// First logical block that is still needed once tokens `..computed` are there. One token
-    /// more than the window is kept, so that the last token can be computed again.
-    fn first_kept(&self, computed: u32) -> u32 {
-        match self.kind {
-            GroupKind::Window { tokens } => computed.saturating_sub(tokens) / self.block_tokens,
-            GroupKind::Full | GroupKind::State => 0,
-        }
+    /// First logical block that is read to compute `token`.
+    fn first_read(&self, token: u32) -> u32 {
+        self.kind.read_from(token) / self.block_tokens.max(1)
     }
 
     /// One past the last logical block for tokens `..to`.
@@ -132,8 +128,10 @@ impl CacheGroups {
     /// First token of the last block that the windows of `content` need at `len` and that is not
     /// cached.
     fn window_miss(&self, content: &PromptContent, len: u32) -> Option<u32> {
+        // Of a prompt that is cached as a whole the last token is computed again.
+        let next = len.min(content.tokens.saturating_sub(1));
         self.groups.iter().filter(|group| group.kind != GroupKind::Full).find_map(|group| {
-            let mut needed = (group.first_kept(len)..len / group.block_tokens).rev();
+            let mut needed = (group.first_read(next)..len / group.block_tokens).rev();
             let miss = needed.find(|at| group.pool.find(group.key(content, *at)).is_none());
             miss.map(|at| at * group.block_tokens)
         })
@@ -151,19 +149,19 @@ impl CacheGroups {
     }
 
     /// Allocates tables for tokens `..to`: prefix hits for tokens `..hits` are shared, the rest is
-    /// taken. Of a window only what is needed once `seen` tokens are there. `None` if there are
+    /// taken. Of a window only what is read to compute token `next`. `None` if there are
     /// too few blocks, for those tokens or for `whole` tokens in chunks of `chunk`: a request that
     /// has to give way before its end has computed for nothing (vLLM's
     /// `scheduler_reserve_full_isl`). Returns the tables and the taken blocks.
     pub(super) fn allocate(
         &mut self,
         content: &PromptContent,
-        (hits, seen, to): (u32, u32, u32),
+        (hits, next, to): (u32, u32, u32),
         (whole, chunk): (u32, u32),
     ) -> Option<(Vec<BlockList>, GroupBlockIds)> {
         let mut tables = Vec::with_capacity(self.groups.len());
         for group in &self.groups {
-            let first = group.first_kept(seen);
+            let first = group.first_read(next);
             let shared = match group.kind {
                 GroupKind::State => 0..0,
                 GroupKind::Full | GroupKind::Window { .. } => first..hits / group.block_tokens,
@@ -246,8 +244,9 @@ impl CacheGroups {
         self.groups.iter().zip(tables).map(room).min().unwrap_or(0)
     }
 
-    /// Frees the blocks that windows have passed once tokens `..computed` are there. Returns those
-    /// that became available, if any did.
+    /// Frees the blocks that windows have passed once tokens `..computed` are there, as vLLM does, which
+    /// the connector has keep what the last of them reads: a decode computes it again. Returns those that
+    /// became available, if any did.
     pub(super) fn slide(
         &mut self,
         tables: &mut [BlockList],
@@ -256,7 +255,7 @@ impl CacheGroups {
         let mut freed: Option<GroupBlockIds> = None;
         let count = self.groups.len();
         for (at, (group, table)) in self.groups.iter_mut().zip(tables).enumerate() {
-            let kept = group.first_kept(computed);
+            let kept = group.first_read(computed.saturating_sub(1));
             let passed = kept.saturating_sub(table.first).min(table.ids.len() as u32);
             if passed == 0 {
                 continue;
@@ -303,26 +302,20 @@ impl CacheGroups {
         }
     }
 
-    /// Makes the full blocks that were completed by tokens `from..to` prefix hits. Of a prompt that
-    /// was `loaded`, a window holds its last tokens only: the block in which they begin is no hit.
+    /// Makes the full blocks that were completed by tokens `from..to` prefix hits, as vLLM does, whether
+    /// they were computed or loaded.
     pub(super) fn publish(
         &mut self,
         content: &PromptContent,
         tables: &[BlockList],
         (from, to): (u32, u32),
-        loaded: bool,
     ) {
         if self.align == 0 {
             return;
         }
         let to = to.min(content.tokens);
         for (group, table) in self.groups.iter_mut().zip(tables) {
-            let missing = match group.kind {
-                GroupKind::Window { tokens } if loaded => content.tokens.saturating_sub(tokens),
-                _ => 0,
-            };
-            let first = (from / group.block_tokens).max(missing.div_ceil(group.block_tokens));
-            let full = first..to / group.block_tokens;
+            let full = from / group.block_tokens..to / group.block_tokens;
             for logical in full {
                 if let Some(block) = table.get(logical) {
                     let key = group.key(content, logical);

@@ -68,6 +68,8 @@ pub enum EngineEffect {
         /// What the KV must be.
         content: PromptContent,
         tokens: u32,
+        /// The token that is computed from it.
+        next: u32,
         /// Blocks per group; a sliding window lists those that it still sees.
         blocks: Vec<BlockList>,
     },

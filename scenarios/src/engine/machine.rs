@@ -123,7 +123,6 @@ impl SimEngine {
             parked: Vec::new(),
             external,
             blocks_wanted: false,
-            loaded: false,
             streamed: false,
             safe_due: false,
             failure: None,
@@ -309,9 +308,8 @@ impl SimEngine {
         let tokens = request.content.tokens;
         request.phase = SimRequestPhase::Ready;
         request.external = false;
-        request.loaded = true;
         let range = (request.shared, tokens - 1);
-        self.groups.publish(&request.content, &request.tables, range, true);
+        self.groups.publish(&request.content, &request.tables, range);
         self.ready.insert(request.order, slot);
     }
 

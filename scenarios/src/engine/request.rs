@@ -55,8 +55,6 @@ pub(super) struct SimRequest {
     pub(super) external: bool,
     /// Decode: the core said that blocks are worth having.
     pub(super) blocks_wanted: bool,
-    /// Decode: the KV in its blocks came from a prefill.
-    pub(super) loaded: bool,
     /// Decode: the first token was reported.
     pub(super) streamed: bool,
     /// The core owes a `PreemptionSafe`.

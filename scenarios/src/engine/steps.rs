@@ -135,10 +135,7 @@ impl SimEngine {
         out: &mut EngineOutbox,
     ) -> bool {
         let RunningRequest { slot, computed, .. } = self.running[at];
-        let request = self.requests.get_mut(slot);
-        if let Some(blocks) = self.groups.slide(&mut request.tables, computed) {
-            out.push(EngineEffect::Freed { request: request.id.clone(), blocks });
-        }
+        self.slide(slot, computed, out);
         loop {
             let tables = &self.requests.get(slot).tables;
             if self.groups.has_room(tables, to) {
@@ -150,6 +147,14 @@ impl SimEngine {
             if itself {
                 return false;
             }
+        }
+    }
+
+    /// Frees what the windows of a request have passed.
+    fn slide(&mut self, slot: u32, computed: u32, out: &mut EngineOutbox) {
+        let request = self.requests.get_mut(slot);
+        if let Some(blocks) = self.groups.slide(&mut request.tables, computed) {
+            out.push(EngineEffect::Freed { request: request.id.clone(), blocks });
         }
     }
 
@@ -219,9 +224,11 @@ impl SimEngine {
             request.phase = SimRequestPhase::Asked;
             return true;
         }
-        let Some((tables, taken)) =
-            self.groups.allocate(&request.content, (computed, tokens, tokens), (tokens, tokens))
-        else {
+        let Some((tables, taken)) = self.groups.allocate(
+            &request.content,
+            (computed, tokens.saturating_sub(1), tokens),
+            (tokens, tokens),
+        ) else {
             return false;
         };
         request.phase = SimRequestPhase::Remote;
@@ -239,8 +246,9 @@ impl SimEngine {
     fn start_loaded(&mut self, slot: u32, draft: &mut StepDraft, out: &mut EngineOutbox) {
         let request = self.requests.get_mut(slot);
         let tokens = request.content.tokens;
-        out.push(use_of(request, tokens, request.tables.clone()));
-        let at = self.run(slot, tokens - 1);
+        let next = tokens - 1;
+        out.push(use_of(request, (tokens, next), request.tables.clone()));
+        let at = self.run(slot, next);
         let none = vec![Vec::new(); self.config.groups.len()];
         self.add_chunk(at, tokens, none, draft);
     }
@@ -260,7 +268,7 @@ impl SimEngine {
         out.push(EngineEffect::Taken { request: request.id.clone(), blocks: taken });
         if hits > 0 {
             let blocks = self.groups.holding(&request.tables, 0, hits);
-            out.push(use_of(request, hits, blocks));
+            out.push(use_of(request, (hits, hits), blocks));
         }
         // The core learns of the hits, too.
         let all = request.tables.iter().map(|table| table.ids.clone()).collect();
@@ -306,7 +314,7 @@ impl SimEngine {
         if from < runner.prompt {
             let request = self.requests.get(runner.slot);
             let range = (from, runner.computed);
-            self.groups.publish(&request.content, &request.tables, range, request.loaded);
+            self.groups.publish(&request.content, &request.tables, range);
         }
         if runner.computed < runner.known {
             return true;
@@ -318,6 +326,7 @@ impl SimEngine {
         if runner.known < runner.limit {
             return true;
         }
+        self.slide(runner.slot, runner.computed, out);
         self.finish(runner.slot, out);
         false
     }
@@ -331,9 +340,13 @@ impl SimEngine {
     }
 }
 
-fn use_of(request: &SimRequest, tokens: u32, blocks: Vec<BlockList>) -> EngineEffect {
+fn use_of(
+    request: &SimRequest,
+    (tokens, next): (u32, u32),
+    blocks: Vec<BlockList>,
+) -> EngineEffect {
     let (request, content) = (request.id.clone(), request.content.clone());
-    EngineEffect::Use { request, content, tokens, blocks }
+    EngineEffect::Use { request, content, tokens, next, blocks }
 }
 
 /// The last blocks of tables, with their places.

@@ -147,11 +147,13 @@ impl EngineBench {
                 self.input(EngineInput::Decode(DecodeAnswer::Rejected { request, failure }));
             }
             BenchDeadline::Safe => {
-                self.check(&view.content, &view.blocks, view.computed);
+                self.check(&view.content, &view.blocks, (view.computed, view.computed));
                 self.input(EngineInput::Prefill(PrefillAnswer::PreemptionSafe { request }));
             }
             BenchDeadline::Free => {
-                self.check(&view.content, &view.blocks, view.computed);
+                // A decode computes the last token again.
+                let next = view.computed.saturating_sub(1);
+                self.check(&view.content, &view.blocks, (view.computed, next));
                 let failure = (!well).then_some(failure);
                 self.input(EngineInput::Prefill(PrefillAnswer::SourceFree { request, failure }));
             }
@@ -227,9 +229,9 @@ impl EngineBench {
                     }
                 }
             }
-            EngineEffect::Use { content, tokens, blocks, .. } => {
+            EngineEffect::Use { content, tokens, next, blocks, .. } => {
                 self.share(&blocks);
-                self.check(&content, &blocks, tokens);
+                self.check(&content, &blocks, (tokens, next));
             }
             EngineEffect::Fault(why) => panic!("{why}"),
         }
@@ -286,12 +288,12 @@ impl EngineBench {
         }
     }
 
-    /// The blocks hold the KV of tokens `..tokens`, as far as windows need it.
-    fn check(&self, content: &PromptContent, blocks: &[BlockList], tokens: u32) {
+    /// The blocks hold the KV of tokens `..tokens`, as far as windows need it to compute `next`.
+    fn check(&self, content: &PromptContent, blocks: &[BlockList], (tokens, next): (u32, u32)) {
         for (group, list) in blocks.iter().enumerate() {
             let seen = match self.engine.config().groups[group].kind {
                 GroupKind::Full => 0,
-                GroupKind::Window { tokens: window } => tokens.saturating_sub(window),
+                GroupKind::Window { tokens: window } => (next + 1).saturating_sub(window),
                 GroupKind::State if tokens == 0 => 0,
                 GroupKind::State => {
                     let state = self.memory.get(&(group, list.ids[0], 0));
@@ -374,7 +376,7 @@ impl EngineBench {
                 view.computed = computed;
                 view.blocks = blocks.clone();
                 let (content, rejected) = (view.content.clone(), view.rejected);
-                self.check(&content, &self.hits(&blocks, computed), computed);
+                self.check(&content, &self.hits(&blocks, computed), (computed, computed));
                 if !rejected {
                     self.due.push((request, BenchDeadline::Load));
                 }

@@ -54,6 +54,7 @@ pub fn check(
     receiver: (&Geometry, &[RankLayout]),
 ) -> Result<(), Mismatch> {
     check_shapes(source.0, receiver.0)?;
+    whole_blocks(source.0, receiver.0)?;
     all_ranks("source", source.0, source.1)?;
     all_ranks("receiver", receiver.0, receiver.1)?;
     same_layers(source.0, &source.1[0].layers, &receiver.1[0].layers)
@@ -169,6 +170,23 @@ fn same_model(source: &Geometry, receiver: &Geometry) -> Result<(), Mismatch> {
                 "block size of group {index}: source has {} tokens, receiver has {}, and neither \
                  divides the other",
                 one.block_tokens, other.block_tokens
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses windows whose first block the receiver cannot fill: the source may have freed a part of it,
+/// and engines share whole blocks with later prompts.
+fn whole_blocks(source: &Geometry, receiver: &Geometry) -> Result<(), Mismatch> {
+    for (index, (from, to)) in source.groups.iter().zip(&receiver.groups).enumerate() {
+        let is_window = matches!(from.kind, GroupKind::Window { .. });
+        if is_window && from.block_tokens < to.block_tokens && !planted!("half-blocks-of-windows") {
+            return refuse(format_args!(
+                "block size of group {index}: the source frees blocks of {} tokens outside its sliding \
+                 window, the receiver needs whole blocks of {}; give the receiver blocks that are \
+                 not larger",
+                from.block_tokens, to.block_tokens
             ));
         }
     }

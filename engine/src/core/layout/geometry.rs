@@ -89,16 +89,16 @@ impl Geometry {
         }
     }
 
-    /// First token from `from` on whose KV a receiver of a prompt of `tokens` tokens needs in
-    /// `group`: a window needs no more than its last tokens.
-    ///
-    /// # Panics
-    /// If there is no such group.
-    pub fn needed_from(&self, group: usize, from: u32, tokens: u32) -> u32 {
-        match self.groups[group].kind {
-            GroupKind::Window { tokens: window } => from.max(tokens.saturating_sub(window)),
-            GroupKind::Full | GroupKind::State => from,
-        }
+    /// The blocks that an engine still has of a prompt of `tokens` tokens when it is computed: those outside
+    /// of sliding windows are freed.
+    pub(in crate::core) fn kept(&self, blocks: &[BlockList], tokens: u32) -> Vec<BlockList> {
+        let kept = |(list, group): (&BlockList, &KvGroup)| {
+            let size = group.block_tokens.max(1);
+            let first = (group.kind.handed_over_from(0, tokens, size) / size).max(list.first);
+            let gone = (first - list.first) as usize;
+            BlockList { first, ids: list.ids.get(gone..).unwrap_or_default().to_vec() }
+        };
+        blocks.iter().zip(&self.groups).map(kept).collect()
     }
 
     /// KV heads of one rank. The tensor parallel size is checked already.
@@ -136,6 +136,33 @@ pub enum GroupKind {
     },
     /// A recurrent state: one block per request, final only with the last token.
     State,
+}
+
+impl GroupKind {
+    /// First token whose KV is read to compute `token`. A window of W tokens ends with `token`.
+    pub fn read_from(self, token: u32) -> u32 {
+        match self {
+            GroupKind::Window { tokens } => token.saturating_add(1).saturating_sub(tokens),
+            GroupKind::Full | GroupKind::State => 0,
+        }
+    }
+
+    /// First token from `from` on that a hand-over of a prompt of `tokens` tokens moves.
+    ///
+    /// The receiver computes the last token of the prompt again, for its logits. So both engines keep
+    /// all blocks that this token reads. `unit` is the smaller of their block sizes: units move from
+    /// their first token on, because the receiver shares whole blocks with later prompts.
+    pub fn handed_over_from(self, from: u32, tokens: u32, unit: u32) -> u32 {
+        let GroupKind::Window { tokens: window } = self else { return from };
+        let kind = match planted!("window-is-half") {
+            true => GroupKind::Window { tokens: window / 2 },
+            false => self,
+        };
+        let computed = u32::from(!planted!("window-of-the-next-token"));
+        let first = kind.read_from(tokens.saturating_sub(computed));
+        let over = if planted!("window-begins-inside-a-block") { 0 } else { first % unit.max(1) };
+        from.max(first - over)
+    }
 }
 
 /// Where the KV of one rank lies.

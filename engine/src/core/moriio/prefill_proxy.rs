@@ -228,17 +228,19 @@ impl MoriioPeers {
 }
 
 /// The lists of a prefill's answer, with where in the prompt they begin: those of sliding windows end
-/// with it, and have only as many blocks as the window needs.
+/// with it, and have only as many blocks as the window needs. The first of them may be vLLM's null block,
+/// 0, in place of one that the prefill has freed.
 fn placed(geometry: &Geometry, tokens: u32, lists: &[BlockList]) -> Vec<BlockList> {
     let place = |(index, list): (usize, &BlockList)| {
         let group = geometry.groups.get(index);
-        let first = match group.map(|group| (group.kind, group.block_tokens)) {
+        match group.map(|group| (group.kind, group.block_tokens)) {
             Some((GroupKind::Window { .. }, block_tokens)) if block_tokens > 0 => {
-                tokens.div_ceil(block_tokens).saturating_sub(list.ids.len() as u32)
+                let ids: Vec<u32> = list.ids.iter().copied().skip_while(|id| *id == 0).collect();
+                let first = tokens.div_ceil(block_tokens).saturating_sub(ids.len() as u32);
+                BlockList { first, ids }
             }
-            _ => list.first,
-        };
-        BlockList { first, ids: list.ids.clone() }
+            _ => list.clone(),
+        }
     };
     lists.iter().enumerate().map(place).collect()
 }

@@ -293,7 +293,7 @@ impl Prefill {
         let grant = Message::Grant {
             tag: receiver.tag.clone(),
             tokens: request.tokens,
-            blocks: request.blocks.clone(),
+            blocks: self.config.geometry.kept(&request.blocks, request.tokens),
             lease,
             digest,
         };

@@ -15,6 +15,8 @@ pub(super) struct Stripe {
     kind: GroupKind,
     /// Tokens are sent in multiples of the larger block size of the two sides.
     align: u32,
+    /// The smaller block size of the two sides.
+    unit: u32,
     /// Tokens of which only all have a meaning.
     whole: u32,
     /// Of all its layers.
@@ -40,6 +42,7 @@ impl Stripe {
             layers: layers.to_vec(),
             kind: spec.kind,
             align: own.alignment(theirs, group),
+            unit: route.unit_tokens(group),
             whole: if own.packed { spec.block_tokens.max(1) } else { 1 },
             footprint: footprint(route, layers),
         }
@@ -64,13 +67,7 @@ impl Stripe {
     /// First token from `from` on that is moved of a prompt of `tokens` tokens; what is outside a
     /// sliding window is left out.
     fn first(&self, from: u32, tokens: u32) -> u32 {
-        let from = match self.kind {
-            GroupKind::Window { tokens: window } => {
-                let window = if planted!("window-is-half") { window / 2 } else { window };
-                from.max(tokens.saturating_sub(window))
-            }
-            GroupKind::Full | GroupKind::State => from,
-        };
+        let from = self.kind.handed_over_from(from, tokens, self.unit);
         from - from % self.whole
     }
 

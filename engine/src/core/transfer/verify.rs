@@ -264,7 +264,7 @@ fn batch(
     let unit = route.unit_tokens(span.group);
     let (from, to) = match is_state {
         true => (0, 1),
-        false => (geometry.needed_from(span.group, span.from, tokens), span.to),
+        false => (group.kind.handed_over_from(span.from, tokens, unit), span.to),
     };
     if from >= to {
         return Ok((parts, blocks));

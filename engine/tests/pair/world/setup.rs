@@ -1,5 +1,6 @@
 //! How the engines of a pair are configured.
 
+use super::PairWorld;
 use kvferry_engine::core::config::{CoreConfig, CoreSettings};
 use kvferry_engine::core::dialect::moriio::address::ZmqAddress;
 use kvferry_engine::core::dialect::moriio::descriptor::{DescLayout, MoriMemoryDesc};
@@ -8,7 +9,7 @@ use kvferry_engine::core::layout::{Geometry, KvGroup, LayerLayout};
 use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::core::prompt_hash::PromptHash;
-use kvferry_engine::core::transfer::TransferConfig;
+use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
 use kvferry_engine::fabric::*;
 
 /// The recorded connections are of as many.
@@ -41,7 +42,7 @@ pub(crate) fn core_config(role: Role, mode: Mode, tp: u16, settings: &CoreSettin
 }
 
 /// What a prefill is to peers that speak MoRIIO.
-pub(super) fn moriio() -> MoriioConfig {
+fn moriio() -> MoriioConfig {
     MoriioConfig {
         address: ZmqAddress { host: "10.0.0.1".into(), handshake: 6300, notify: 7300 },
         layer_names: (0..LAYERS).map(|layer| format!("l.{layer}").into()).collect(),
@@ -80,4 +81,27 @@ pub(crate) fn actor(role: Role, mode: Mode, tp: u16, rank: u16, caps: Caps) -> T
     let plane = (Address([role as u8, rank as u8].into()), caps);
     let memory = vec![Memory::Own(OwnMemory::unproven(0, 1 << 25))];
     TransferConfig::new(&core, rank, plane, memory, layers(tp, 1_000))
+}
+
+/// A geometry, and where its layers lie.
+pub(super) type KvCache = (Geometry, Vec<LayerLayout>);
+
+impl PairWorld {
+    /// One rank each, whose prefill deals with peers that speak MoRIIO, too.
+    pub(crate) fn beside_moriio(mode: Mode) -> PairWorld {
+        let core = |role| core_config(role, mode, 1, &CoreSettings::default());
+        let prefill = CoreConfig { moriio: Some(moriio()), ..core(Role::Prefill) };
+        PairWorld::of(prefill, core(Role::Decode), caps(), TransferSettings::default())
+    }
+
+    /// One rank each, with KV caches of their own.
+    pub(crate) fn with_kv(mode: Mode, kv: [KvCache; 2]) -> PairWorld {
+        let roles = [Role::Prefill, Role::Decode];
+        let core = |at: usize| CoreConfig {
+            geometry: kv[at].0.clone().into(),
+            ..core_config(roles[at], mode, 1, &CoreSettings::default())
+        };
+        let (cores, kv) = ((core(0), core(1)), roles.into_iter().zip(kv.clone()).collect());
+        PairWorld::start(cores, caps(), TransferSettings::default(), kv)
+    }
 }

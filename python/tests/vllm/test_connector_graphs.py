@@ -47,7 +47,7 @@ def own(model, logs, reference):
     connectors = {"prefill": CAPTURED, "decode": KVFERRY}
     # Where vLLM looks for the module.
     path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
-    place = Place(model, logs, reference, None)
+    place = Place(model, logs, reference, None, {})
     with served("graphs", place, "WRITE", connectors, {"PYTHONPATH": path}, asynchronous=True) as pair:
         yield pair
 

@@ -120,7 +120,7 @@ def changed(model, is_latent: bool) -> dict:
     of_model = config(model, "prefill", {}).model_config
     if not is_latent:
         return {}
-    names = ("served_model_name", "model", "dtype", "hf_config", "revision", "enable_sleep_mode")
+    names = ("served_model_name", "model", "dtype", "hf_config", "revision", "enable_sleep_mode", "max_model_len")
     about = {name: getattr(of_model, name) for name in names}
     return {"model_config": SimpleNamespace(use_mla=True, original_max_model_len=64, multimodal_config=None, **about)}
 

@@ -16,6 +16,7 @@ from kvferry.vllm.memory import Files
 from kvferry.vllm.pause import Pause
 from kvferry.vllm.roles import by_role
 from kvferry.vllm.scheduler import Scheduler
+from kvferry.vllm.specs import keep_windows
 from kvferry.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.vllm.worker import Worker
 
@@ -60,6 +61,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self.schedulers = [Scheduler(half, kv_cache_config) for half in halves]
             self.pause = Pause(vllm_config)
+            keep_windows(vllm_config, kv_cache_config)
         else:
             files = Files()
             self.workers = [Worker(half, kv_cache_config, files) for half in halves]

@@ -1,5 +1,7 @@
 """KV cache groups in the words of the host, by what their specs are."""
 
+from dataclasses import replace
+
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -69,7 +71,40 @@ def _window(spec: KVCacheSpec) -> int | None:
         raise _refused(spec, REASONS.get(kind.__name__))
     if spec.tokens_per_state != 1:
         raise _refused(spec, f"a state stands for {spec.tokens_per_state} tokens")
-    return spec.sliding_window + spec.extra_retained_tokens if kind in LAST_TOKENS else None
+    return spec.sliding_window + max(spec.extra_retained_tokens - 1, 0) if kind in LAST_TOKENS else None
+
+
+def keep_windows(vllm_config, kv_cache_config) -> None:
+    """Has vLLM's block managers keep one token more of each sliding window, before they are made. A decode
+    computes the last token of a prompt again, and the window of that token begins one before the window of the
+    next token, which is all that vLLM keeps. Where this token is the last of a block, both sides would have
+    freed the block. Raises ValueError if that takes the room that the longest request has."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    kept = [
+        replace(spec, extra_retained_tokens=max(spec.extra_retained_tokens, 1)) if type(spec) in LAST_TOKENS else spec
+        for spec in specs
+    ]
+    # One block is vLLM's null block.
+    room = kv_cache_config.num_blocks - 1
+    before, most = (sum(_most_blocks(vllm_config, spec) for spec in each) for each in (specs, kept))
+    if before <= room < most:
+        raise ValueError(
+            f"KvferryConnector needs {most} KV cache blocks for a request of max_model_len tokens, because each"
+            f" sliding window keeps one token more for a hand-over; vLLM has {room}: raise"
+            " --gpu-memory-utilization or --kv-cache-memory-bytes, or lower --max-model-len"
+        )
+    for group, spec in zip(kv_cache_config.kv_cache_groups, kept, strict=True):
+        group.kv_cache_spec = spec
+
+
+def _most_blocks(vllm_config, spec: KVCacheSpec) -> int:
+    """Blocks that vLLM asks for before it admits a request of the greatest length."""
+    tokens = vllm_config.model_config.max_model_len
+    blocks = -(-tokens // spec.block_size)
+    if type(spec) not in LAST_TOKENS:
+        return blocks
+    limits = {"max_in_flight_tokens": vllm_config.max_in_flight_tokens, "max_model_len": tokens}
+    return min(blocks, spec.max_admission_blocks_per_request(**limits))
 
 
 def _refused(spec: KVCacheSpec, why: str | None) -> ValueError:

@@ -197,8 +197,8 @@ mod tests {
         let model = model();
         for one in LAYOUTS {
             for other in LAYOUTS {
-                let source = side(&model, &instance(one, 2, 16));
-                let sink = side(&model, &instance(other, 2, 32));
+                let source = side(&model, &instance(one, 2, 32));
+                let sink = side(&model, &instance(other, 2, 16));
                 let fits = check((&source.0, &source.1), (&sink.0, &sink.1));
                 assert_eq!(fits, Ok(()), "{one:?} {other:?}");
             }

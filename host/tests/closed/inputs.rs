@@ -195,7 +195,8 @@ fn killed(seen: &mut SeenInputs) {
     p.signal("KILL");
     p.wait();
     let (status, body) = fleet.ask(2, &[]);
-    assert!(status == 502 && body.contains(&*http.0), "{control}: {status} {body}");
+    let (is_told, is_hidden) = (body.contains("cannot connect"), !body.contains(&*http.0));
+    assert!(status == 502 && is_told && is_hidden, "{control}: {status} {body}");
     until(seen, &d, "decode", &["LinkDown", "Fenced"]);
     read(seen, &fleet.router);
 }

@@ -11,8 +11,8 @@ use kvferry_engine::core::prompt_hash::PromptHash;
 use serde_json::{Value, json};
 use std::pin::pin;
 use std::process::Stdio;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
 
 fn worded(status: u16, message: &str) -> Value {
@@ -45,6 +45,7 @@ struct NativePair {
     mode: Mode,
     /// Sequence of the last registration.
     told: AtomicU64,
+    heartbeats: Mutex<Vec<BackendHeartbeat>>,
 }
 
 impl NativePair {
@@ -61,7 +62,15 @@ impl NativePair {
             router.register(instance, &HeartbeatFields { native, ..HeartbeatFields::of(mode) });
         }
         router.ready(2).await;
-        NativePair { router, p, d, other, mode, told: AtomicU64::new(1) }
+        NativePair {
+            router,
+            p,
+            d,
+            other,
+            mode,
+            told: AtomicU64::new(1),
+            heartbeats: Mutex::default(),
+        }
     }
 
     /// Has an instance tell why a leg failed, and waits until the router has heard it.
@@ -84,7 +93,9 @@ impl NativePair {
         });
         let form = HeartbeatFields { native, ..HeartbeatFields::of(self.mode) };
         let message = frame(instance.role, &instance.http, &form);
-        let _heard = BackendHeartbeat::beat(&self.router.discovery, vec![vec![message]]);
+        let heartbeat = BackendHeartbeat::beat(&self.router.discovery, vec![vec![message]]);
+        // The end of its connection would be the end of the instance's host.
+        self.heartbeats.lock().unwrap().push(heartbeat);
         let is_marked = |it: &Value| it["models"].to_string().contains(&mark);
         self.router.until("it is heard", |all| all.iter().any(is_marked)).await;
     }

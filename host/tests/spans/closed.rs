@@ -1,8 +1,9 @@
 //! Instances that move KV: what a router and they tell is one trace.
 
 use crate::collector::{CollectorActs, ReceivedSpan, StubCollector};
-use crate::fleet::{PATIENCE, PATIENT, TestCluster};
+use crate::fleet::{FleetHeartbeat, PATIENCE, PATIENT, TestCluster, registration};
 use crate::process::{ServeProcess, post_with};
+use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -93,9 +94,14 @@ fn each_try_has_a_leg() {
     let fleet = TestCluster::new(&options);
     let serve = |role| fleet.serve(role, "push", &["--set", PATIENT, options[0], options[1]]);
     let _alive = ["prefill", "decode"].map(serve);
-    let dead = serve("decode");
+    let args = ["--role", "decode", "--mode", "push", "--set", PATIENT, options[0], options[1]];
+    let mut dead = ServeProcess::serve(&args);
+    // Its registration goes on, so that the router does not know that it has ended.
+    let told = registration(&dead, Role::Decode, Mode::Push, dead.text("handshake"));
+    let _heart = FleetHeartbeat::beat(fleet.discovery(), told);
     fleet.ready(3);
     dead.signal("KILL");
+    dead.wait();
     let is_retried = |span: &ReceivedSpan| span.attribute("http.request.resend_count") == "1";
     let start = Instant::now();
     for nth in 0.. {

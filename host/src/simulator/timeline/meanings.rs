@@ -5,7 +5,7 @@ use kvferry_scenarios::{FaultKind, InvariantId, MessageName};
 /// Labels other than messages, faults and invariants. `Hook` is a call of the serving engine, and
 /// `Answer` is what its core answers. `Job` and `Report` pass between a core and the transfer actor
 /// of a rank, `Data` between that actor and the data plane. `Control` goes to the control plane.
-const MEANINGS: [(&str, &str); 80] = [
+const MEANINGS: [(&str, &str); 81] = [
     ("Tick", "a deadline may be due"),
     ("Start", "the transfer actor of a rank starts"),
     ("Layers", "the engine computed some layers of a step"),
@@ -76,6 +76,7 @@ const MEANINGS: [(&str, &str); 80] = [
     ("Probed", "whether the instance answered"),
     ("AskLoad", "the router asks a server for its load"),
     ("Load", "the server told its load"),
+    ("LegCauses", "a decode told the router why legs went without KV"),
     ("Drain", "no new requests are taken"),
     ("Release", "the router lets its instances register with another router"),
     ("Hosts", "the other hosts that put payloads"),

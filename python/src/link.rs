@@ -171,7 +171,7 @@ fn failure_params(message: &FromHost) -> Option<(RequestId, String)> {
 fn leveled(failure: &Failure) -> (&'static str, String) {
     let level = match failure {
         Failure::Cancelled => "debug",
-        Failure::PrefillEnded | Failure::DuplicateKey => "info",
+        Failure::PrefillEnded | Failure::DuplicateKey | Failure::UnknownTransfer => "info",
         _ => "warning",
     };
     (level, failure.to_string())

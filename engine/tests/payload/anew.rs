@@ -107,8 +107,7 @@ fn the_end_of_an_earlier_request_is_none_of_a_later_one() {
     put_as(&mut bench, second, (chunk(0), true));
     put_as(&mut bench, second, (chunk(1), true));
     // Who has put or got something of the earlier one says that it is over.
-    for (client, hook) in
-        [(THINKER, end.clone()), (THINKER, clean_up.clone()), (TALKER, clean_up.clone())]
+    for (client, hook) in [(THINKER, end), (THINKER, clean_up.clone()), (TALKER, clean_up.clone())]
     {
         assert_eq!(bench.tell(client, hook), []);
     }

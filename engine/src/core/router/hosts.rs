@@ -39,7 +39,7 @@ impl Router {
             }
             instance.expires = instance.expires.max(until);
         }
-        self.dispatcher.timers.arm(timer.clone(), until);
+        self.dispatcher.timers.arm(*timer, until);
         true
     }
 

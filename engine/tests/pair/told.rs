@@ -31,6 +31,8 @@ struct CoreHarness<M: Machine> {
 }
 
 fn config(role: Role) -> CoreConfig {
+    #[cfg(feature = "planted")]
+    kvferry_engine::planted::plant_from_environment();
     CoreConfig {
         router: Some(ROUTER.into()),
         ..core_config(role, Mode::Push, 1, &Default::default())

@@ -189,7 +189,7 @@ impl Failure {
         }
     }
 
-    /// What to do about it, if its text does not say so: a clause for people who run the servers.
+    /// Remedy for people who run the servers, as a clause; none if the text of the failure has it.
     pub fn remedy(&self) -> Option<&'static str> {
         Some(match self {
             Failure::Cancelled => "send the request again",

@@ -1,5 +1,5 @@
 //! Tells the router that the engine lives: one registration per heartbeat, over a link of its own.
-//! What changes between two, a peer out of reach or there again, or a leg that failed, is told sooner.
+//! A peer that is out of reach or there again, or a leg that failed, moves the next one forward.
 
 use super::command::ControlCommand;
 use super::config::CoreConfig;

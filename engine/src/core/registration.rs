@@ -40,8 +40,8 @@ pub struct Registration {
     /// The models that it serves; none if it does not say, and then it may serve any.
     #[serde(default)]
     pub models: Option<Arc<ServedModels>>,
-    /// Of a decode: legs whose KV has not come since the registration before, each told once, at most
-    /// [`FAILED_LEGS_MAX`].
+    /// Legs of a decode whose KV has not come since the registration before. Each leg is in one
+    /// registration; a registration has at most [`FAILED_LEGS_MAX`].
     #[serde(default)]
     pub failed: Vec<FailedLeg>,
 }

@@ -9,7 +9,7 @@ use std::ops::Range;
 const LENGTHS: u32 = 600;
 const WINDOWS: [u32; 4] = [64, 128, 256, 257];
 const BLOCKS: [u32; 4] = [16, 32, 64, 128];
-/// Of each group; more than a prompt and its lookahead has.
+/// Blocks of each group, more than a prompt and its lookahead has.
 const POOL: u32 = 257;
 const ROW: u64 = 4;
 /// Tokens that vLLM keeps below the window, as the connector asks for.

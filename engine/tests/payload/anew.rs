@@ -27,8 +27,7 @@ fn put_as(
     stored.expect("a put is answered")
 }
 
-/// What a client is told that asks now: why there is nothing, and whether that may be of an earlier
-/// request.
+/// Asks for a payload. Returns why there is none, if so, and whether that may be of an earlier request.
 fn asks(
     bench: &mut CaseBench,
     client: PayloadClient,
@@ -46,7 +45,7 @@ fn gets(bench: &mut CaseBench, client: PayloadClient, key: PayloadKey) {
     bench.tell(client, PayloadHook::Release { claim });
 }
 
-/// A second process of the stage that puts.
+/// Joins a second process of the stage that puts.
 fn second(bench: &mut CaseBench) -> PayloadClient {
     let client = PayloadClient(8);
     bench.join(client, "a", "0");

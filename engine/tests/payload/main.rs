@@ -3,6 +3,7 @@
 
 mod anew;
 mod cases;
+mod names;
 mod step;
 mod world;
 

@@ -1,7 +1,5 @@
 //! What the clients do.
 
-use kvferry_engine::core::payload::{PayloadKey, PayloadStream};
-
 /// One thing that one of the clients does. Keys are request and chunk; the last chunk stands for
 /// none.
 #[derive(Clone, Debug)]
@@ -65,15 +63,4 @@ pub(crate) enum PayloadStep {
     Wait {
         ms: u64,
     },
-}
-
-pub(crate) fn stream(request: u8) -> PayloadStream {
-    PayloadStream::new("0", "1", &format!("request-{request}"))
-}
-
-pub(crate) fn key((request, chunk): (u8, u8)) -> PayloadKey {
-    match chunk {
-        2 => stream(request).whole(),
-        chunk => stream(request).chunk(chunk.into()),
-    }
 }

@@ -1,6 +1,7 @@
 //! Clients, the pool's memory, and what has to hold.
 
-use crate::step::{PayloadStep, key, stream};
+use crate::names::{key, stream};
+use crate::step::PayloadStep;
 use kvferry_engine::core::payload::{
     ClaimId, PayloadAnswer, PayloadClient, PayloadConfig, PayloadCore, PayloadEffect,
     PayloadFailure, PayloadHook, PayloadInput, PayloadKey, PayloadStream, SlotId,

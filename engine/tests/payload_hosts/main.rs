@@ -4,6 +4,8 @@
 mod cases;
 mod cluster;
 mod draw;
+#[path = "../payload/names.rs"]
+mod names;
 mod plane;
 mod rest;
 mod step;

@@ -1,6 +1,7 @@
 //! What has to hold meanwhile, and in the end.
 
-use crate::world::{HostClient, HostPut, HostWorld, key, stream};
+use crate::names::{key, stream};
+use crate::world::{HostClient, HostPut, HostWorld};
 use kvferry_engine::core::Machine;
 use kvferry_engine::core::payload::*;
 

@@ -1,6 +1,7 @@
 //! Clients on several hosts, and what has to hold.
 
 use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, decode_name, prefill_name};
+use crate::names::{key, stream};
 use crate::step::HostStep;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{EngineId, Incarnation};
@@ -78,17 +79,6 @@ pub(crate) enum FaultEnd {
 
 /// Deployment and stage of the clients of a host.
 const CLIENTS: [(usize, u8); 5] = [(0, 0), (0, 1), (0, 1), (1, 0), (1, 1)];
-
-pub(crate) fn stream(request: u8) -> PayloadStream {
-    PayloadStream::new("0", "1", &format!("request-{request}"))
-}
-
-pub(crate) fn key((request, chunk): (u8, u8)) -> PayloadKey {
-    match chunk {
-        2 => stream(request).whole(),
-        chunk => stream(request).chunk(chunk.into()),
-    }
-}
 
 impl HostWorld {
     /// With a liar, the last host is it.

@@ -36,7 +36,7 @@ pub(super) struct HeldPayload {
     pub(super) origin: Option<CopyOrigin>,
 }
 
-/// Who has put a payload.
+/// Producer of a payload.
 #[derive(Debug)]
 pub(super) enum PutOrigin {
     /// A client of this host, for so many receivers.

@@ -1,4 +1,4 @@
-//! What becomes of instances that left, or of which only streams are left.
+//! Removal of instances that left, and upkeep of those of which only streams are left.
 
 use super::{EngineId, InstanceId, InstancePresence, Registry};
 use crate::core::router::abandon_queue::AbandonQueue;

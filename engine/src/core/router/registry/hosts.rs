@@ -9,7 +9,7 @@ use crate::core::message::Role;
 use crate::core::time::Nanos;
 use crate::fabric::LinkId;
 
-/// How the router knows that an instance has no host that serves it.
+/// Evidence that an instance has no host that serves it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::core::router) enum HostLoss {
     /// The connection that it registered by has ended.

@@ -269,8 +269,33 @@ struct StreamHead {
     event: usize,
     /// No event ends before this offset.
     searched: usize,
-    /// Data of the first event that has some.
+    /// Data of the first event that has some, without the opening event of a chat.
     data: Option<Range<usize>>,
+}
+
+/// True for data that only open a chat: the role of what follows, or the empty message of `/v1/messages`. vLLM
+/// sends them together with the first token or the error.
+fn is_opening(data: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct OpeningEvent<'a> {
+        r#type: Option<&'a str>,
+        #[serde(default)]
+        choices: Vec<OpeningChoice>,
+    }
+    #[derive(Deserialize)]
+    struct OpeningChoice {
+        #[serde(default)]
+        delta: serde_json::Map<String, serde_json::Value>,
+    }
+    static ROLE: Needle = Needle::new("\"role\"");
+    let Some(_) = ROLE.find(data) else { return false };
+    let Ok(event) = serde_json::from_slice::<OpeningEvent<'_>>(data) else { return false };
+    let says_role_only = |choice: &OpeningChoice| {
+        let mut others = choice.delta.iter().filter(|(key, _)| *key != "role");
+        choice.delta.contains_key("role") && others.all(|(_, it)| it.is_null() || it == "")
+    };
+    event.r#type == Some("message_start")
+        || !event.choices.is_empty() && event.choices.iter().all(says_role_only)
 }
 
 /// Longest beginning that is waited for, in bytes; errors are shorter.
@@ -285,7 +310,8 @@ impl StreamHead {
             && let Some(end) = sse::event_end(&self.bytes, self.searched)
         {
             let data = sse::data_range(&self.bytes[self.event..end]);
-            self.data = data.map(|data| self.event + data.start..self.event + data.end);
+            let data = data.map(|data| self.event + data.start..self.event + data.end);
+            self.data = data.filter(|data| !is_opening(&self.bytes[data.clone()]));
             (self.event, self.searched) = (end, end);
         }
         self.searched = sse::search_from(self.searched, self.bytes.len());
@@ -461,6 +487,22 @@ mod tests {
         assert_eq!(begin(&[": ping\n\n", "\n", whole]), (3, error(503)));
         let odd = "data: {\"error\": {\"code\": 200}}\r\n\r\n";
         assert_eq!(begin(&[odd]), (1, error(500)));
+    }
+
+    #[test]
+    fn a_chat_that_opens_with_its_role_begins_with_what_follows() {
+        let role = "data: {\"choices\": [{\"index\": 0, \"delta\": {\"role\": \"assistant\", \"content\": \"\", \
+                    \"reasoning\": null}, \"finish_reason\": null}]}\n\n";
+        let message = "event: message_start\ndata: {\"type\": \"message_start\", \"message\": {\"role\": \"assistant\"}}\n\n";
+        let error = "data: {\"error\": {\"message\": \"m\", \"code\": 500}}\n\n";
+        let token = "data: {\"choices\": [{\"delta\": {\"content\": \"a\"}}]}\n\n";
+        for opening in [role, message] {
+            assert_eq!(begin(&[opening, error, token]), (2, Some((500, "error".into()))));
+            assert_eq!(begin(&[opening, token, error]), (2, None));
+        }
+        let with_content =
+            "data: {\"choices\": [{\"delta\": {\"role\": \"assistant\", \"content\": \"a\"}}]}\n\n";
+        assert_eq!(begin(&[with_content, error]), (1, None));
     }
 
     #[test]

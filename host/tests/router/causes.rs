@@ -110,7 +110,15 @@ impl NativePair {
     async fn ask(&self, by: &str, body: &Value, failure: &Failure) -> TestResponse {
         let go = Arc::new(Notify::new());
         let act = match body["stream"] == true {
-            true => Act::Stream(vec![format!("data: {}\n\n", bare()), "data: [DONE]\n\n".into()]),
+            // A chat's stream opens with the role, before the error.
+            true => Act::Stream(vec![
+                format!(
+                    "data: {}\n\n",
+                    json!({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+                ),
+                format!("data: {}\n\n", bare()),
+                "data: [DONE]\n\n".into(),
+            ]),
             false => Act::Json(500, bare()),
         };
         self.d.always(Act::After(go.clone(), Box::new(act)));

@@ -90,9 +90,10 @@ def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own, length
     assert_hashes_are_logged(own.decode, ids, other)
 
 
-def test_client_of_the_router_sees_that_two_engines_rendered_different_prompts(own):
-    content = f"Once {own.mode} " + "x" * 300
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_client_of_the_router_sees_that_two_engines_rendered_different_prompts(own, stream):
+    content = f"Once {own.mode} {stream} " + "x" * 300
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": stream}
     known = own.decode.log.stat().st_size
     with pytest.raises(Refused) as refused:
         post(own.router.port, "/v1/chat/completions", body, 60)

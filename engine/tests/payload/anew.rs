@@ -255,3 +255,17 @@ fn names_that_are_too_long_are_refused() {
     bench.core.handle(bench.now, PayloadInput::Hook { client: TALKER, hook }, &mut out);
     assert!(matches!(&out.take()[..], [PayloadEffect::Misuse { client: TALKER, .. }]));
 }
+
+#[test]
+fn a_stream_that_was_cleaned_up_is_not_complete_at_its_end() {
+    let mut bench = CaseBench::new(PayloadConfig::default());
+    let stream = chunk(0).stream;
+    put_as(&mut bench, THINKER, (chunk(0), true));
+    gets(&mut bench, TALKER, chunk(0));
+    bench.tell(OTHER, PayloadHook::CleanUp { stream: stream.clone(), is_own: false });
+    let refused = put_as(&mut bench, THINKER, (chunk(1), true));
+    assert_eq!(refused, Some(PayloadFailure::CleanedUp));
+    bench.tell(THINKER, PayloadHook::End { stream, failure: None, is_own: true });
+    let (failure, _) = asks(&mut bench, TALKER, chunk(1)).expect("it does not come");
+    assert_eq!(failure, PayloadFailure::CleanedUp);
+}

@@ -288,11 +288,13 @@ impl PayloadWorld {
         let deployment = self.actors[client].deployment;
         let at = (deployment, stream.clone());
         let holds = !is_own || self.lives.get(&at).is_none_or(|(producer, _)| *producer == id);
-        if holds {
+        // What was cleaned up stays so until its next first chunk.
+        let ends = holds && (self.lives.contains_key(&at) || !self.cleaned.contains(&at));
+        if ends {
             self.lives.remove(&at);
             self.cleaned.remove(&at);
         }
-        if holds && !fails {
+        if ends && !fails {
             self.ended.insert(at);
         }
         let failure = fails.then(|| "no more".into());

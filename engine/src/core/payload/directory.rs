@@ -509,6 +509,15 @@ impl PayloadCore {
         }
     }
 
+    /// True if what this host knows of a payload may be of an earlier request, and another host may have the
+    /// payload of the next one.
+    pub(super) fn may_be_put_elsewhere(&self, place: &ScopedKey) -> bool {
+        self.former(place) != FormerUse::No
+            && self.sources.keys().any(|host| self.knows(host))
+            && !planted!("a-host-answers-for-all-hosts")
+    }
+
+    /// Why a payload comes from no host, if all have answered. What this host knows of it counts as an answer.
     fn missing_everywhere(
         &self,
         place: &ScopedKey,
@@ -530,12 +539,15 @@ impl PayloadCore {
         if !planted!("any-host-ends-a-stream") && (is_begun || ask.hosts.values().any(open)) {
             return None;
         }
-        let said = || ask.hosts.keys().filter_map(|host| ask.missing(host));
+        let own = self.lost(place).filter(|_| self.may_be_put_elsewhere(place));
+        let said = || ask.hosts.keys().filter_map(|host| ask.missing(host)).chain(&own);
         // That nobody puts it there any more does not mean that nobody does elsewhere.
         let is_gone = |failure: &&PayloadFailure| {
             matches!(failure, PayloadFailure::PeerGone(_) | PayloadFailure::ProducerGone)
         };
-        if let Some(failure) = said().find(|failure| !is_gone(failure)) {
+        // What was taken is of an earlier request, unless nothing else is known.
+        let known = said().filter(|failure| !is_gone(failure));
+        if let Some(failure) = known.min_by_key(|failure| **failure == PayloadFailure::Taken) {
             return Some(failure.clone());
         }
         let has_stage = |of: &AskedHost| of.state == AskState::Absent { has_stage: true };

@@ -170,6 +170,7 @@ impl PayloadCore {
             {
                 self.over(&place).or(Some(PayloadFailure::ProducerGone))
             }
+            WantSource::Anybody if self.may_be_put_elsewhere(&place) => None,
             _ => self.over(&place),
         };
         let Some(state) = self.clients.get_mut(&client) else { return };

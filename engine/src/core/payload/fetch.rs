@@ -305,6 +305,9 @@ impl PayloadCore {
         let PayloadFetch { place, origin, .. } = fetch;
         let host = (origin.host.clone(), origin.incarnation);
         self.stream_host.insert(place.stream(), host);
+        if place.key.chunk == Some(0) {
+            self.begun_elsewhere(&place.stream());
+        }
         match slot {
             None => self.hold_more(&place, turn),
             Some(slot) => self.hold(place, slot, PutOrigin::Elsewhere(origin), turn),

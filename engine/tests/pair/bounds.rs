@@ -150,6 +150,19 @@ fn an_announcement_that_outlasts_its_receiver_is_written_nowhere() {
 }
 
 #[test]
+fn computed_prompt_that_is_aborted_is_freed_as_cancelled() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let mut pair = PairWorld::new(mode, 1, 1);
+        arrive_prefill(&mut pair, mode, 64, 1);
+        prefill_all(&mut pair, 64);
+        finish(&mut pair, FinishReason::Aborted);
+        settle(&mut pair, 1);
+        assert_eq!(pair.prefill_said, [freed(Some(Failure::Cancelled))]);
+        assert!(pair.at_rest());
+    }
+}
+
+#[test]
 fn a_receiver_that_never_says_where_to_is_given_up() {
     for seconds in [60, 600] {
         let settings = CoreSettings { claim: Nanos::from_secs(seconds), ..CoreSettings::default() };

@@ -458,7 +458,9 @@ impl PayloadCore {
     pub(super) fn lent(&mut self, answer: PrefillAnswer, turn: &mut PayloadTurn<'_>) {
         let (request, unread, is_refused) = match answer {
             PrefillAnswer::SourceFree { request, failure } => {
-                (request, failure == Some(Failure::NotFetched), false)
+                let is_unread =
+                    |failure| matches!(failure, Failure::NotFetched | Failure::Cancelled);
+                (request, failure.is_some_and(is_unread), false)
             }
             PrefillAnswer::Rejected { request, .. } => (request, true, true),
             PrefillAnswer::PreemptionSafe { .. } => return,

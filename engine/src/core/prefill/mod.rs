@@ -273,7 +273,7 @@ impl EngineCore for Prefill {
         while let Some(timer) = self.timers.pop_due(turn.now) {
             match timer {
                 PrefillTimer::Orphan(key) => self.orphaned(&key, turn),
-                PrefillTimer::Hold(key) => self.hold_ended(&key, turn),
+                PrefillTimer::Hold(key) => self.close(&key, Failure::NotFetched, turn),
                 PrefillTimer::Resume(key) => {
                     let failure = Failure::Preempted;
                     self.end_receivers(&key, Receiver::binds_blocks, &failure, turn);

@@ -320,7 +320,13 @@ impl Prefill {
         self.end_receivers(key, |_| true, failure, turn);
     }
 
-    pub(super) fn hold_ended(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
+    /// Closes a key to decodes that have not asked yet; `failure` is why those that lack it do.
+    pub(super) fn close(
+        &mut self,
+        key: &TransferKey,
+        failure: Failure,
+        turn: &mut PrefillTurn<'_>,
+    ) {
         let Some(entry) = self.keys.get_mut(key) else { return };
         entry.closed = true;
         let missing =
@@ -331,7 +337,7 @@ impl Prefill {
                 ((served + open) as u32) < request.siblings()
             });
         if missing {
-            entry.failure.get_or_insert(Failure::NotFetched);
+            entry.failure.get_or_insert(failure);
         }
         self.try_free(key, turn);
     }
@@ -339,7 +345,7 @@ impl Prefill {
     /// Nobody new will fetch a prompt: it goes when those that fetch it now have ended.
     pub(super) fn abandoned(&mut self, key: &TransferKey, turn: &mut PrefillTurn<'_>) {
         match self.keys.get(key) {
-            Some(entry) if entry.request.is_some() => self.hold_ended(key, turn),
+            Some(entry) if entry.request.is_some() => self.close(key, Failure::Cancelled, turn),
             Some(_) => self.orphaned(key, turn),
             // Its leg, if it is still on its way, comes too late.
             None if !self.tombstones.contains(key) => {

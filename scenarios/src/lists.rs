@@ -28,8 +28,8 @@ closed_list! {
         PayloadsArrive "I20" "I20-payloads-arrive" "a payload arrives as it was put, and one that does not come has a cause"
         EveryRequestEnds "L1" "L1-every-request-ends" "every request ends within the bound after the last fault, and who waits for a payload in vain is told so"
         Heals "L2" "L2-heals" "after the faults new requests take the fast path again, and payloads arrive"
-        NoLivelock "L3" "L3-no-livelock" "retries and reconnects stay within their limits while nothing progresses; where faults hit, \
-                 as many tries again may be excused, at instances without a host"
+        NoLivelock "L3" "L3-no-livelock" "retries and reconnects stay within their limits while nothing progresses; where a \
+                 fault of a message, a process or the router hit, as many tries again may be excused, at instances without a host"
         Isolation "L4" "L4-isolation" "a fault on one pair fails no request of another pair"
         ReclaimBound "L5" "L5-reclaim-bound" "blocks held for a dead peer return within the lease or fence bound"
     }

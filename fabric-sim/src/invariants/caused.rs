@@ -34,7 +34,7 @@ pub(super) struct CausedFailures {
 
 /// What a fault can do to the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FaultReach {
+pub(super) enum FaultReach {
     /// Nothing that a request would notice, but that it takes longer.
     Nothing,
     /// Operations fail, sessions die, ranks are connected anew.
@@ -53,7 +53,7 @@ enum FaultReach {
     Prompt,
 }
 
-fn reach(kind: FaultKind) -> FaultReach {
+pub(super) fn reach(kind: FaultKind) -> FaultReach {
     use FaultKind::*;
     match kind {
         QueueFull | CompletionReorder | NotifyOvertakes | DoneOutOfOrder | FrameReorder

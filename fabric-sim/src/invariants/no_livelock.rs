@@ -1,6 +1,7 @@
 //! L3: retries per request and reconnects per peer stay under their limits while nothing
 //! progresses.
 
+use super::caused::{FaultReach, reach};
 use super::state::TrackedOp;
 use super::{CheckContext, Invariant};
 use crate::abilities::caps;
@@ -41,6 +42,9 @@ struct FailureStreak {
 pub(super) struct NoLivelock {
     /// Dispatches of a leg beyond the first.
     retries: u32,
+    /// Some fault can have cost the router an instance's host: as many tries again are excused, at
+    /// instances without one.
+    hosts_lost: bool,
     channels: Vec<ChannelConfig>,
     /// Failures that one flow may see for one range of blocks: those of its operations, each time.
     failures_max: u64,
@@ -105,9 +109,7 @@ impl NoLivelock {
             LegBody::Decode { prompt, sample, .. } => ((*prompt, Some(*sample)), 1),
         };
         let [before, busy] = client.map_or([0; 2], |client| client.tries(part));
-        // Tries do not count, up to as many again, if an instance had lost its host, or the router its
-        // registrations.
-        let excused = if now.state.last_hit > Nanos::ZERO { self.retries } else { 0 };
+        let excused = if self.hosts_lost { self.retries } else { 0 };
         let (count, limit) = (1 + before as u32, 1 + (self.retries + excused) * times);
         let is_hammered = busy > BUSY_MAX;
         (count > limit || is_hammered).then_some((count + busy as u32, limit))
@@ -131,11 +133,15 @@ impl NoLivelock {
 impl Invariant for NoLivelock {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Dispatched, Dialled, FrameArrived, Job, Report, Completed]
+        &[Faulted, Dispatched, Dialled, FrameArrived, Job, Report, Completed]
     }
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
+            Observation::Faulted { kind, .. } => {
+                use FaultReach::*;
+                self.hosts_lost |= matches!(reach(*kind), Wire | Foreign | Process | Router);
+            }
             Observation::Dispatched { client, body, .. } => {
                 if let Some((count, limit)) = self.dispatched(now, *client, body) {
                     now.report(|| {
@@ -213,6 +219,7 @@ mod tests {
     };
     use kvferry_engine::core::ids::{ConnectionId, FlowId, SourceId};
     use kvferry_engine::fabric::{Direction, Landed};
+    use kvferry_scenarios::lists::FaultKind;
 
     fn bench() -> InvariantBench {
         InvariantBench::new(InvariantId::NoLivelock)
@@ -228,6 +235,14 @@ mod tests {
         bench.holds();
         bench.dispatched(1, 20, D0, &decode_body("r"));
         bench.fails("dispatched 4 times, at most 3");
+        for (kind, held) in [(FaultKind::QpError, false), (FaultKind::Crash, true)] {
+            let mut bench = self::bench();
+            bench.see(Observation::Faulted { kind, from: Some(0), to: None });
+            for leg in 0..4 {
+                bench.dispatched(1, leg, D0, &decode_body("r"));
+            }
+            bench.judges(held, "dispatched 4 times, at most 3");
+        }
         let mut bench = self::bench();
         for leg in 0..9 {
             bench.dispatched(1, leg, D0, &decode_body("r"));

@@ -21,6 +21,7 @@ mod backend;
 mod control;
 mod data;
 mod data_harness;
+mod data_limits;
 mod data_plane_pair;
 mod data_shutdown;
 mod remote_plane;
@@ -44,6 +45,13 @@ pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("busy_is_back_pressure", data::busy_is_back_pressure),
     ("ids_in_use_are_invalid", data::ids_in_use_are_invalid),
     ("empty_operations_complete", data::empty_operations_complete),
+    ("moves_any_number_of_ranges", data_limits::moves_any_number_of_ranges),
+    ("moves_ranges_of_any_length", data_limits::moves_ranges_of_any_length),
+    ("session_moves_bytes_after_each_refusal", data_limits::session_moves_bytes_after_each_refusal),
+    (
+        "next_session_moves_bytes_after_each_failure",
+        data_limits::next_session_moves_bytes_after_each_failure,
+    ),
     ("quiet_answers_each_ticket_once", data_shutdown::quiet_answers_each_ticket_once),
     ("unknown_sessions_are_quiet", data_shutdown::unknown_sessions_are_quiet),
     ("close_fails_operations_then_is_quiet", data_shutdown::close_fails_operations_then_is_quiet),

@@ -205,7 +205,11 @@ pub enum Observation<'a> {
     /// A client sent a request.
     Asked { client: ClientId },
     /// A request of the world's own, which shows whether the fast path is back.
-    Probed { client: ClientId },
+    Probed {
+        client: ClientId,
+        /// The prefill and the decode that alone may serve it.
+        pair: Option<(u16, u16)>,
+    },
     /// A client went away without an answer.
     ClientGone { client: ClientId },
     /// A client got its answer.

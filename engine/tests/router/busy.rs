@@ -260,7 +260,7 @@ fn prompts_of_a_request_beyond_the_room_wait_and_those_that_have_room_go() {
     }
     let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }; 3];
     let (client, samples, output, model) = (ClientId(99), 1, 4, None);
-    let request = ClientRequest { client, prompts, samples, output, model };
+    let request = ClientRequest { client, prompts, samples, output, model, engines: None };
     let legs = sent(bench.give(RouterInput::Request(request)));
     let decodes: Vec<_> = legs.iter().filter(|it| it.body.role() == Role::Decode).collect();
     assert_eq!(decodes.len(), 3);
@@ -303,7 +303,7 @@ fn prompts_that_are_served_in_rounds_do_not_fail_while_rounds_go_on() {
     }
     let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }; 3 * CAP];
     let (client, samples, output, model) = (ClientId(99), 1, 4, None);
-    let request = ClientRequest { client, prompts, samples, output, model };
+    let request = ClientRequest { client, prompts, samples, output, model, engines: None };
     let mut legs = sent(bench.give(RouterInput::Request(request)));
     let is_decode = |it: &SentLeg| it.body.role() == Role::Decode;
     for _ in 0..100 {

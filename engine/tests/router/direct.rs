@@ -35,6 +35,7 @@ fn ask(bench: &mut DiscoveryBench, prompts: &[(u32, &[u64])]) -> Vec<SentLeg> {
         samples: 1,
         output: 4,
         model: None,
+        engines: None,
     })))
 }
 

@@ -59,6 +59,7 @@ impl DiscoveryBench {
             samples: 1,
             output: 4,
             model: None,
+            engines: None,
         }))
     }
 

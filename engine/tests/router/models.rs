@@ -34,6 +34,7 @@ fn ask(bench: &mut DiscoveryBench, model: Option<&str>) -> Vec<RouterEffect> {
         samples: 1,
         output: 4,
         model,
+        engines: None,
     }))
 }
 

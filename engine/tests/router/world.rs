@@ -245,6 +245,7 @@ impl RouterWorld {
             samples,
             output: 16,
             model: None,
+            engines: None,
         }));
         assert!(self.router.gauges().queued <= queued.max(self.config.waiting_max));
         if self.draining {

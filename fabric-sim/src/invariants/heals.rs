@@ -13,17 +13,19 @@ use kvferry_engine::core::router::{ClientAnswer, LegFailure};
 use kvferry_engine::fabric::FabricError;
 use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::{InstanceSettings, Run};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A probe, which comes when everything transient is over and peers and breakers have had their
 /// time, has an answer in the end, and is neither recomputed nor failed, unless its last try met a
 /// fault for good or a pair that does not fit; where a pair of the core is whole, no pair that does
-/// not fit is met twice, and some probe finds a whole one. Who tries no operation twice fails over
+/// not fit is met twice, and some probe finds a whole one. The last probes are for one pair each, and
+/// every pair that fits serves its own. Who tries no operation twice fails over
 /// queue pairs that died before, until all of them were met. Once per pair an instance whose clock
 /// went back may be taken for its own past.
 #[derive(Debug, Default)]
 pub(super) struct HealsFastPath {
-    open: BTreeSet<ClientId>,
+    /// Probes without an answer, with the prefill and the decode that alone may serve them.
+    open: BTreeMap<ClientId, Option<(u16, u16)>>,
     /// Pairs that do not fit and served a probe.
     misfits: BTreeSet<BTreeSet<u16>>,
     /// Pairs one of which was taken for its own past.
@@ -82,10 +84,10 @@ impl HealsFastPath {
     }
 
     fn answered(&mut self, now: CheckContext<'_>, client: ClientId, answer: &ClientAnswer) {
-        if !self.open.remove(&client) {
-            return;
-        }
-        let served = &now.state.client(client).map(TrackedClient::last_try).unwrap_or_default();
+        let Some(pair) = self.open.remove(&client) else { return };
+        let tried = now.state.client(client).map(TrackedClient::last_try).unwrap_or_default();
+        let named: BTreeSet<u16> = pair.into_iter().flat_map(|(p, d)| [p, d]).collect();
+        let served = if tried.is_empty() { &named } else { &tried };
         let excused = match answer {
             ClientAnswer::Finished { recomputed: None } => {
                 self.fast += 1;
@@ -146,8 +148,8 @@ impl Invariant for HealsFastPath {
             Observation::Faulted { kind: FaultKind::Drain, from, .. } => {
                 self.payloads.drained.extend(*from);
             }
-            Observation::Probed { client } => {
-                self.open.insert(*client);
+            Observation::Probed { client, pair } => {
+                self.open.insert(*client, *pair);
             }
             Observation::Answered { client, answer } => {
                 self.answered(now, *client, answer);
@@ -158,7 +160,7 @@ impl Invariant for HealsFastPath {
     }
 
     fn finish(&mut self, now: CheckContext<'_>, _at_rest: bool) {
-        for client in std::mem::take(&mut self.open) {
+        for client in std::mem::take(&mut self.open).into_keys() {
             now.report(|| format!("client {client} came after the faults and has no answer"));
         }
         let whole = now.state.whole_pairs().next();
@@ -179,6 +181,8 @@ mod tests {
     };
     use crate::observation::SimProcessId;
     use kvferry_engine::core::layout::Mismatch;
+    use kvferry_engine::core::message::Role;
+    use kvferry_engine::core::router::Unavailable;
 
     const ALL: &[u16] = &[0, 1, 2, 3];
 
@@ -229,6 +233,20 @@ mod tests {
         bench.probed(1);
         bench.finish();
         bench.fails("client 1 came after the faults and has no answer");
+    }
+
+    #[test]
+    fn pair_that_is_whole_serves_the_probe_that_is_for_it() {
+        let none = || ClientAnswer::NoInstance(Unavailable::NoRole(Role::Prefill));
+        for (broken, held) in [(None, false), (Some((P0.instance, None)), true)] {
+            let mut bench = bench(&[], broken.as_slice());
+            bench.probed_at(1, P1, D1);
+            begin(&mut bench, 1, "r", P1, D1);
+            bench.answered(1, &finished_answer(false));
+            bench.probed_at(2, P0, D0);
+            bench.answered(2, &none());
+            bench.judges(held, "client 2 came after the faults and was served by p0 and d0");
+        }
     }
 
     #[test]

@@ -149,7 +149,7 @@ impl Invariant for OneOutcome {
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         let wrong = match seen {
             Observation::Completed { from, op, .. } => self.completed(now, *from, op.0),
-            Observation::Asked { client } | Observation::Probed { client } => {
+            Observation::Asked { client } | Observation::Probed { client, .. } => {
                 (!self.clients.insert(*client)).then_some("a client asked twice")
             }
             Observation::Answered { client, .. } => (!self.clients.remove(client))

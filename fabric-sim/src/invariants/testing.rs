@@ -380,7 +380,13 @@ impl InvariantBench {
     }
 
     pub(super) fn probed(&mut self, client: u64) {
-        self.see(Observation::Probed { client: ClientId(client) });
+        self.see(Observation::Probed { client: ClientId(client), pair: None });
+    }
+
+    /// Like [`InvariantBench::probed`], for one prefill and one decode.
+    pub(super) fn probed_at(&mut self, client: u64, prefill: SimProcessId, decode: SimProcessId) {
+        let pair = Some((prefill.instance, decode.instance));
+        self.see(Observation::Probed { client: ClientId(client), pair });
     }
 
     pub(super) fn answered(&mut self, client: u64, answer: &ClientAnswer) {

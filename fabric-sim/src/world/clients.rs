@@ -4,7 +4,7 @@ use super::Simulation;
 use super::event::SimEvent;
 use super::process::SimInstance;
 use crate::observation::Observation;
-use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::ids::{ClientId, EngineId};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{self, ClientAnswer, ClientRequest, RouterInput};
 use kvferry_engine::core::time::Nanos;
@@ -38,6 +38,8 @@ pub(super) struct Clients {
     probe: WorkloadRequest,
     /// Sessions that were dead when the first of them came.
     dead: usize,
+    /// Prefills and decodes of the core that fit: the last probes go to one of these pairs each.
+    pairs: Vec<(u16, u16)>,
     /// The next to arrive.
     next: usize,
     /// Requests that arrived and have not ended.
@@ -49,13 +51,16 @@ struct SimClient {
     arrived: bool,
     first_token: Option<Nanos>,
     end: Option<ClientOutcome>,
+    /// The prefill and the decode that alone may serve it.
+    pair: Option<(u16, u16)>,
 }
 
 impl Clients {
     pub(super) fn new(run: &Run) -> Clients {
         let own = run.requests.len();
         let states = vec![SimClient::default(); own];
-        Clients { states, own, probe: probe(run), dead: 0, next: 0, open: 0 }
+        let pairs = Vec::new();
+        Clients { states, own, probe: probe(run), dead: 0, pairs, next: 0, open: 0 }
     }
 
     /// True if every request of the workload has arrived.
@@ -63,13 +68,18 @@ impl Clients {
         self.next == self.own
     }
 
-    /// True if all probes have arrived: as many as there are pairs, because all but one of them may
-    /// be found not to work, and as there are dead sessions, because who tries no operation twice
-    /// may find one of them each time.
-    pub(super) fn all_probed(&self, instances: &[SimInstance]) -> bool {
+    /// Probes for which the router chooses the instances: as many as there are pairs, because all but
+    /// one of them may be found not to work, and as there are dead sessions, because an instance that
+    /// tries no operation twice may find one of them each time.
+    fn routed_probes(&self, instances: &[SimInstance]) -> usize {
         let of = |role| instances.iter().filter(|one| one.spec.role == role).count();
         let pairs = of(Role::Prefill) * of(Role::Decode);
-        self.states.len() - self.own >= pairs.max(PROBES) + self.dead
+        pairs.max(PROBES) + self.dead
+    }
+
+    /// True if all probes have arrived: those that are routed, then one for each pair.
+    pub(super) fn all_probed(&self, instances: &[SimInstance]) -> bool {
+        self.states.len() - self.own >= self.routed_probes(instances) + self.pairs.len()
     }
 
     /// Requests that ended in some way.
@@ -153,12 +163,16 @@ impl Simulation {
     pub(super) fn client_probes(&mut self) {
         if self.clients.states.len() == self.clients.own {
             self.clients.dead = self.dma.dead_sessions();
+            self.clients.pairs = self.whole_pairs();
         }
+        let sent = self.clients.states.len() - self.clients.own;
+        let routed = self.clients.routed_probes(&self.instances);
+        let pair = sent.checked_sub(routed).and_then(|at| self.clients.pairs.get(at)).copied();
         let client = ClientId(self.clients.states.len() as u64);
-        self.clients.states.push(SimClient { arrived: true, ..SimClient::default() });
+        self.clients.states.push(SimClient { arrived: true, pair, ..SimClient::default() });
         self.clients.open += 1;
         self.quiescence.progressed(self.now);
-        self.observer.observe(self.now, &Observation::Probed { client });
+        self.observer.observe(self.now, &Observation::Probed { client, pair });
         self.ask(client);
     }
 
@@ -170,7 +184,11 @@ impl Simulation {
         };
         let prompts = request.prompts.into_iter().map(prompt).collect();
         let (samples, output) = (request.samples, request.output);
-        let asked = ClientRequest { client, prompts, samples, output, model: request.model };
+        let pair = self.clients.states.get(client.0 as usize).and_then(|state| state.pair);
+        let name = |at: u16| EngineId::from(self.run.instances[usize::from(at)].name.as_str());
+        let engines = pair.map(|(prefill, decode)| [name(prefill), name(decode)].into());
+        let model = request.model;
+        let asked = ClientRequest { client, prompts, samples, output, model, engines };
         self.tell(0, RouterInput::Request(asked).into());
     }
 

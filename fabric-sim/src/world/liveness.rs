@@ -7,6 +7,7 @@ use super::stages::last_start;
 use crate::abilities::fits;
 use crate::keyed_rng::KeyedRng;
 use crate::observation::Observation;
+use kvferry_engine::core::message::Role;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::decide::kind;
 use kvferry_scenarios::run::{InstanceSettings, LivenessMode, Run};
@@ -91,6 +92,22 @@ impl Simulation {
         let names: Vec<String> = members.iter().map(name).collect();
         self.tracer.settled(self.now, &names);
         self.quiescence.core = names;
+    }
+
+    /// Pairs of the core that fit each other, none of which is frozen.
+    pub(super) fn whole_pairs(&self) -> Vec<(u16, u16)> {
+        let is_member = |index: &u16| {
+            let name = &self.run.instances[usize::from(*index)].name;
+            let instance = &self.instances[usize::from(*index)];
+            self.quiescence.core.contains(name) && instance.process.is_some() && !instance.paused
+        };
+        let members: Vec<u16> = (0..self.instances.len() as u16).filter(is_member).collect();
+        let spec = |index: u16| &self.instances[usize::from(index)].spec;
+        let pairs = members.iter().flat_map(|p| members.iter().map(|d| (*p, *d)));
+        let fit = |(p, d): &(u16, u16)| {
+            spec(*p).role == Role::Prefill && fits(&self.run.model, spec(*p), spec(*d))
+        };
+        pairs.filter(fit).collect()
     }
 
     /// The router is always in the core; here come a prefill and a decode that fit each other, if

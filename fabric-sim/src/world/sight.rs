@@ -102,7 +102,7 @@ impl Sight {
                 tokens: *tokens,
                 wrong: wrong.map(ToString::to_string),
             },
-            Observation::Asked { client } | Observation::Probed { client } => {
+            Observation::Asked { client } | Observation::Probed { client, .. } => {
                 Sight::Asked { client: *client }
             }
             Observation::Answered { client, answer } => {

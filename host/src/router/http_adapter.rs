@@ -527,7 +527,8 @@ impl Handler<SubmitRequest> for Driver<HttpAdapter> {
                 client,
                 ClientState { job, arrived: Instant::now(), events, parts, fault: None },
             );
-            let request = ClientRequest { client, prompts, samples: 1, output, model };
+            let request =
+                ClientRequest { client, prompts, samples: 1, output, model, engines: None };
             out.push_back(RouterInput::Request(request));
         });
     }

@@ -144,7 +144,8 @@ impl LegDispatcher {
     ) -> SelectionRequest<'a> {
         let (registry, config) = (&self.registry, &self.config);
         let (prompt, model, avoid) = (&work.prompt, work.model.as_deref(), &work.avoid);
-        SelectionRequest { registry, config, now, client, prompt, model, avoid }
+        let engines = work.engines.as_deref();
+        SelectionRequest { registry, config, now, client, prompt, model, engines, avoid }
     }
 
     /// Sends one prefill leg and a decode leg for each waiting sample of a prompt under transfer

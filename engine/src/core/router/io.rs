@@ -118,6 +118,9 @@ pub struct ClientRequest {
     /// The model that it is for; none takes any.
     #[serde(default)]
     pub model: Option<Arc<str>>,
+    /// Engines that alone may serve it; none takes any.
+    #[serde(default)]
+    pub engines: Option<Arc<[EngineId]>>,
 }
 
 /// A prompt as the router sees it.

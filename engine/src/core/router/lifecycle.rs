@@ -72,9 +72,10 @@ impl Router {
 
     /// Where a request waits.
     fn line(&self, client: ClientId) -> QueueLine {
-        let model = self.requests[&client].works.first().and_then(|work| work.model.as_ref());
+        let Some(work) = self.requests[&client].works.first() else { return QueueLine::default() };
+        let model = work.model.as_ref();
         let is_listed = || model.is_some_and(|it| self.dispatcher.registry.lists(it));
-        self.waiting.line(model, is_listed)
+        self.waiting.line(model, work.engines.as_ref(), is_listed)
     }
 
     /// True if nobody waits where a request would.

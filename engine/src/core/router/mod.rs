@@ -24,7 +24,8 @@
 //! };
 //! let (mut router, mut out) = (Router::new(RouterConfig::default(), Incarnation(1)), Outbox::new());
 //! let prompts = vec![RoutedPrompt { tokens: 100, prefix: [].into() }];
-//! let request = ClientRequest { client: ClientId(1), prompts, samples: 1, output: 20, model: None };
+//! let (client, samples, output) = (ClientId(1), 1, 20);
+//! let request = ClientRequest { client, prompts, samples, output, model: None, engines: None };
 //! for input in [
 //!     RouterInput::Register(instance("p0", Role::Prefill)),
 //!     RouterInput::Register(instance("d0", Role::Decode)),

@@ -10,7 +10,7 @@
 use super::health::Health;
 use super::io::{RoutedPrompt, RouterConfig};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
-use crate::core::ids::ClientId;
+use crate::core::ids::{ClientId, EngineId};
 use crate::core::message::{Mode, Role};
 use crate::core::time::Nanos;
 
@@ -32,6 +32,8 @@ pub(super) struct SelectionRequest<'a> {
     pub(super) prompt: &'a RoutedPrompt,
     /// The model that it is for, if that is said.
     pub(super) model: Option<&'a str>,
+    /// Engines that alone may serve it; none takes any.
+    pub(super) engines: Option<&'a [EngineId]>,
     /// Instances that failed this prompt; taken only if there is no other.
     pub(super) avoid: &'a [InstanceId],
 }
@@ -76,8 +78,13 @@ impl<'a> SelectionRequest<'a> {
     }
 
     fn takers(self, role: Role) -> impl Iterator<Item = (InstanceId, &'a RegisteredInstance)> {
-        let SelectionRequest { now, client, model, .. } = self;
-        self.registry.of_role(role).filter(move |(_, it)| it.takes(now, client) && it.serves(model))
+        let SelectionRequest { now, client, model, engines, .. } = self;
+        let is_named = move |it: &RegisteredInstance| {
+            engines.is_none_or(|engines| engines.contains(&it.registration.engine))
+        };
+        self.registry
+            .of_role(role)
+            .filter(move |(_, it)| it.takes(now, client) && it.serves(model) && is_named(it))
     }
 
     fn decodes_for(

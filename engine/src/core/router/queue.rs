@@ -1,7 +1,7 @@
 //! Requests that wait for an instance, in a line for each model: one that nobody takes holds up those
-//! for the same model only.
+//! for the same model only. Requests that name the same engines have a line of their own.
 
-use crate::core::ids::ClientId;
+use crate::core::ids::{ClientId, EngineId};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -11,8 +11,9 @@ const UNLISTED_MAX: usize = 256;
 /// Place in the queue: retries before new requests, then in order of arrival.
 pub(super) type QueuePosition = (bool, u64);
 
-/// The model of a line; none for requests that name none, empty for those that share one.
-pub(super) type QueueLine = Option<Arc<str>>;
+/// The model of a line, which is none for requests that name none and empty for those that share one,
+/// and the engines that its requests name.
+pub(super) type QueueLine = (Option<Arc<str>>, Option<Arc<[EngineId]>>);
 
 #[derive(Debug, Default)]
 pub(super) struct RequestQueue {
@@ -27,11 +28,18 @@ impl RequestQueue {
     }
 
     /// The line of a model: its own while there are few, or if it is listed.
-    pub(super) fn line(&self, model: Option<&Arc<str>>, is_listed: impl Fn() -> bool) -> QueueLine {
-        let line = model.filter(|_| !planted!("models-wait-in-one-line")).cloned();
+    pub(super) fn line(
+        &self,
+        model: Option<&Arc<str>>,
+        engines: Option<&Arc<[EngineId]>>,
+        is_listed: impl Fn() -> bool,
+    ) -> QueueLine {
+        let model = model.filter(|_| !planted!("models-wait-in-one-line")).cloned();
+        let line = (model, engines.cloned());
         let is_own =
             self.lines.len() < UNLISTED_MAX || self.lines.contains_key(&line) || is_listed();
-        line.map(|name| if is_own { name } else { "".into() })
+        let (model, engines) = line;
+        (model.map(|name| if is_own { name } else { "".into() }), engines)
     }
 
     /// True if nobody waits there.

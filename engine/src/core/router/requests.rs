@@ -4,7 +4,7 @@ use super::io::{ClientRequest, LegFailure, RoutedPrompt};
 use super::queue::{QueueLine, QueuePosition};
 use super::registry::InstanceId;
 use crate::core::error::Failure;
-use crate::core::ids::{LegId, TransferKey};
+use crate::core::ids::{EngineId, LegId, TransferKey};
 use crate::core::time::Nanos;
 use std::sync::Arc;
 
@@ -36,6 +36,8 @@ pub(super) struct PromptState {
     pub(super) prompt: RoutedPrompt,
     /// The model that it is for, if that is said.
     pub(super) model: Option<Arc<str>>,
+    /// Engines that alone may serve it; none takes any.
+    pub(super) engines: Option<Arc<[EngineId]>>,
     pub(super) output: u32,
     pub(super) samples: Vec<SampleState>,
     /// The prefill leg, while it is in flight.
@@ -152,7 +154,7 @@ impl RouterRequest {
 
     /// A request that is in order; else why not.
     pub(super) fn new(request: ClientRequest, legs_max: u32) -> Result<Self, &'static str> {
-        let ClientRequest { prompts, samples, output, model, .. } = request;
+        let ClientRequest { prompts, samples, output, model, engines, .. } = request;
         if prompts.is_empty() || samples == 0 || output == 0 {
             return Err("no prompt, no sample or no token asked for");
         }
@@ -164,6 +166,7 @@ impl RouterRequest {
         let work = |prompt| PromptState {
             prompt,
             model: model.clone(),
+            engines: engines.clone(),
             output,
             samples: vec![sample; samples as usize],
             prefill: None,

@@ -55,6 +55,7 @@ impl RouterBench {
             samples: 1,
             output: 9,
             model: None,
+            engines: None,
         }));
     }
 }

@@ -548,7 +548,11 @@ impl PayloadCore {
         // What was taken is of an earlier request, unless nothing else is known.
         let known = said().filter(|failure| !is_gone(failure));
         if let Some(failure) = known.min_by_key(|failure| **failure == PayloadFailure::Taken) {
-            return Some(failure.clone());
+            // Where the stream came from nobody knows of it any more, and others know an earlier one.
+            let is_forgotten = of_stream.is_some()
+                && !matches!(failure, PayloadFailure::GivenUp(_))
+                && !planted!("others-answer-for-who-forgot-a-stream");
+            return Some(if is_forgotten { PayloadFailure::Expired } else { failure.clone() });
         }
         let has_stage = |of: &AskedHost| of.state == AskState::Absent { has_stage: true };
         if is_here || ask.hosts.values().any(has_stage) {

@@ -97,6 +97,10 @@ impl PayloadCore {
         let (before, receiver) = life.map_or((0, None), |life| (life.chunks, life.receiver));
         let chunks = before.max(chunk.saturating_add(1));
         self.ended.remove(&stream);
+        // What the host of an earlier request with this id lacks is put here.
+        if !self.sources.is_empty() && !planted!("an-id-comes-from-where-it-came") {
+            self.stream_host.insert(stream.clone(), self.host.clone());
+        }
         self.lives.insert(stream, StreamLife { producer: client, chunks, receiver });
         None
     }

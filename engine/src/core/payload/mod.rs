@@ -131,7 +131,8 @@ pub struct PayloadCore {
     /// What comes from them, and of which payload each is.
     fetches: BTreeMap<u64, PayloadFetch>,
     fetching: BTreeMap<ScopedKey, u64>,
-    /// The other host that puts the chunks of a stream, in which incarnation.
+    /// The host that puts the chunks of a stream, in which incarnation: another one, or this one if there
+    /// are others.
     stream_host: RecentMap<ScopedStream, (EngineId, Incarnation)>,
     /// The prefill core of this host.
     host: (EngineId, Incarnation),

@@ -127,3 +127,45 @@ fn an_id_is_used_again_from_another_host() {
         assert_eq!(gets(&mut bench, 2, chunk(index)), 3 + index);
     }
 }
+
+#[test]
+fn an_id_is_used_again_where_it_was_got() {
+    let mut bench = HostBench::new(2, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.put(0, chunk(1), 5, 1);
+    for index in 0..2 {
+        gets(&mut bench, 1, chunk(index));
+    }
+    bench.join(1, THINKER, "0");
+    bench.put(1, chunk(0), 5, 1);
+    assert_eq!(gets(&mut bench, 1, chunk(0)), 3);
+    // The next one waits for what the host of the request before says was taken.
+    bench.want(1, TALKER, chunk(1));
+    bench.pass(10_000);
+    assert_eq!(bench.told(), []);
+    let end = PayloadHook::End { stream: chunk(0).stream, failure: None, is_own: true };
+    bench.tell(1, THINKER, end);
+    bench.pass(10_000);
+    assert_eq!(bench.missing(), PayloadFailure::Ended);
+}
+
+#[test]
+fn where_a_stream_is_forgotten_no_other_host_answers_for_it() {
+    let config = PayloadConfig { pool: 16 * PAGE, tombstones_max: 1, ..PayloadConfig::default() };
+    let mut bench = HostBench::with(3, config);
+    let stream = chunk(0).stream;
+    bench.put(0, chunk(0), 5, 1);
+    gets(&mut bench, 2, chunk(0));
+    let clean_up = PayloadHook::CleanUp { stream: stream.clone(), is_own: true };
+    bench.tell(0, THINKER, clean_up);
+    bench.join(1, THINKER, "0");
+    bench.put(1, chunk(0), 5, 1);
+    assert_eq!(gets(&mut bench, 2, chunk(0)), 2);
+    for request in [stream, PayloadStream::new("0", "1", "next")] {
+        bench.tell(1, THINKER, PayloadHook::End { stream: request, failure: None, is_own: true });
+    }
+    // The first host still knows that the request before was cleaned up.
+    bench.want(2, TALKER, chunk(1));
+    bench.pass(100);
+    assert_eq!(bench.missing(), PayloadFailure::Expired);
+}

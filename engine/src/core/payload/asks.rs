@@ -36,6 +36,8 @@ pub(super) enum AskState {
 #[derive(Debug, Default)]
 pub(super) struct AskedHost {
     pub(super) state: AskState,
+    /// True if it may know of the want: what it said may have crossed with that.
+    pub(super) is_told: bool,
     /// Times in a row that it was to be asked again.
     again: u32,
 }
@@ -95,8 +97,8 @@ impl PayloadCore {
     /// A host offers something, and has to be asked anew for more; false if it was not asked.
     pub(super) fn answered(&mut self, host: &EngineId, place: &ScopedKey) -> bool {
         let is_asked = self.is_asked(host, place);
-        if is_asked {
-            self.set_ask(host, place, AskState::Unasked);
+        if let Some(asked) = self.asked_mut(host, place).filter(|_| is_asked) {
+            (asked.state, asked.is_told) = (AskState::Unasked, false);
         }
         is_asked
     }

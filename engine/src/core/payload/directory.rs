@@ -169,12 +169,16 @@ impl PayloadCore {
     /// A host is not asked for a payload any more.
     fn unask(&mut self, host: &EngineId, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
         let Some(ask) = self.asks.get_mut(place) else { return };
-        let state = ask.hosts.remove(host).map(|asked| asked.state);
+        let asked = ask.hosts.remove(host);
         self.timers.cancel(&PayloadTimer::Ask(place.clone(), host.clone()));
-        if state.as_ref().is_some_and(AskState::is_open) {
+        let may_want = |asked: &AskedHost| match planted!("what-crosses-with-a-want-answers-it") {
+            true => asked.state.is_open(),
+            false => asked.is_told,
+        };
+        if asked.as_ref().is_some_and(may_want) {
             self.tell_source(host, PayloadNote::Unwant { place: place.clone() }, turn);
         }
-        if let Some(source) = self.sources.get_mut(host).filter(|_| state.is_some()) {
+        if let Some(source) = self.sources.get_mut(host).filter(|_| asked.is_some()) {
             source.asks -= 1;
         }
         self.leave_if_idle(host, turn);
@@ -194,7 +198,7 @@ impl PayloadCore {
         let mut asked = Vec::new();
         for (host, of) in unasked {
             if self.sources.get(host).is_some_and(|source| source.state == HostState::Met) {
-                of.state = AskState::Asked;
+                (of.state, of.is_told) = (AskState::Asked, true);
             }
             asked.push((host.clone(), of.state.clone()));
         }

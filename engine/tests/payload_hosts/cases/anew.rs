@@ -1,6 +1,6 @@
 //! Hosts that begin anew, or are out of reach, or are named no more.
 
-use super::{HostBench, TALKER, THINKER, chunk};
+use super::{HostBench, OTHER, TALKER, THINKER, chunk};
 use crate::cluster::{PAGE, prefill_name};
 use kvferry_engine::core::payload::*;
 use kvferry_engine::core::{Machine, Nanos};
@@ -168,4 +168,23 @@ fn where_a_stream_is_forgotten_no_other_host_answers_for_it() {
     bench.want(2, TALKER, chunk(1));
     bench.pass(100);
     assert_eq!(bench.missing(), PayloadFailure::Expired);
+}
+
+#[test]
+fn what_crosses_with_a_want_leaves_nothing() {
+    let mut bench = HostBench::new(2, 16);
+    bench.join(0, OTHER, "2");
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(100);
+    // What became of the want before is on its way while the next one is.
+    let clean_up = PayloadHook::CleanUp { stream: chunk(0).stream, is_own: false };
+    bench.tell(0, OTHER, clean_up);
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(10_000);
+    assert_eq!(bench.missing(), PayloadFailure::CleanedUp);
+    for host in 0..2 {
+        let gauges = bench.cluster.hosts[host].payload.gauges();
+        assert_eq!(gauges.entries, 0, "host {host}: {gauges:?}");
+    }
 }

@@ -363,8 +363,12 @@ impl PayloadCore {
     }
 
     fn receiver_wants(&mut self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
-        if let Some(number) = self.source.open.get(&(place.clone(), host)) {
-            return self.lend_again(*number, turn);
+        if let Some(number) = self.source.open.get(&(place.clone(), host)).copied() {
+            if self.is_lent_yet(number) || planted!("what-was-withdrawn-is-offered-again") {
+                return self.lend_again(number, turn);
+            }
+            // Whoever asks now does not mean what was withdrawn since it was offered.
+            self.loan_done(number, false, turn);
         }
         if self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place)) {
             return self.tell_absent(host, place, turn);
@@ -411,6 +415,14 @@ impl PayloadCore {
             PayloadLoan { host, claim, place, is_pulled: true, got: None, is_lost: false },
             turn,
         );
+    }
+
+    /// True if what was lent was not withdrawn since.
+    fn is_lent_yet(&mut self, number: u64) -> bool {
+        let Some(loan) = self.source.loans.get(&number) else { return false };
+        let Some(claim) = self.claims.get(&loan.claim) else { return false };
+        let (place, generation) = (loan.place.clone(), claim.generation);
+        self.same_generation(&place, generation).is_some()
     }
 
     /// The host that a payload was offered to asks again.

@@ -188,3 +188,25 @@ fn what_crosses_with_a_want_leaves_nothing() {
         assert_eq!(gauges.entries, 0, "host {host}: {gauges:?}");
     }
 }
+
+#[test]
+fn what_was_withdrawn_is_not_offered_again() {
+    let mut bench = HostBench::new(2, 16);
+    bench.put(0, chunk(0), 5, 1);
+    bench.cluster.faults.late = 200;
+    bench.want(1, TALKER, chunk(0));
+    // The offer is on its way when the request is over.
+    while bench.cluster.at_work(0)[1] == 0 {
+        bench.pass(1);
+    }
+    assert!(bench.cluster.at_work(1) == [0; 4]);
+    bench.tell(1, TALKER, PayloadHook::Abandon { key: chunk(0) });
+    let clean_up = PayloadHook::CleanUp { stream: chunk(0).stream, is_own: false };
+    bench.tell(0, THINKER, clean_up);
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(1_000);
+    bench.put(0, chunk(0), 5, 1);
+    bench.want(1, TALKER, chunk(0));
+    bench.pass(10_000);
+    assert_eq!(bench.arrived().4, 2);
+}

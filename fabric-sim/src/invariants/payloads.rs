@@ -12,20 +12,30 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A receiver of a stream.
 type StageReceiver = (u32, u16);
 
+/// A chunk of which a receiver was told that it does not come.
+#[derive(Debug)]
+struct MissedChunk {
+    receiver: u16,
+    /// The host of the receiver.
+    at: u16,
+    chunk: u32,
+    failure: PayloadFailure,
+}
+
 /// What is known of the streams of a run.
 #[derive(Debug, Default)]
 pub(super) struct PayloadsArrive {
     /// How the producer of a stream ended, at which host, and what it had put.
     produced: BTreeMap<u32, (SimProcessId, u32, ProducerEnd)>,
     /// Receivers that were told that a chunk does not come, until their producer has ended too.
-    missed: BTreeMap<u32, Vec<(StageReceiver, u16, PayloadFailure)>>,
+    missed: BTreeMap<u32, Vec<MissedChunk>>,
     /// Streams that somebody cleans up, those with more receivers than they are put for, and those of one
     /// payload.
     cleaned: BTreeSet<u32>,
     scarce: BTreeSet<u32>,
     whole: BTreeSet<u32>,
-    /// Streams that use the id of an earlier one again.
-    again: BTreeSet<u32>,
+    /// Streams that use the id of an earlier one again, and which.
+    again: BTreeMap<u32, u32>,
     /// Instances that a fault hit; none for all.
     hit: BTreeSet<Option<u16>>,
     drained: BTreeSet<u16>,
@@ -53,7 +63,7 @@ impl PayloadsArrive {
         PayloadsArrive {
             scarce: those(&|stream| (stream.copies as usize) < stream.receivers.len()),
             whole: those(&|stream| stream.is_whole),
-            again: those(&|stream| stream.of.is_some()),
+            again: (0..).zip(&run.streams).filter_map(|(at, one)| Some((at, one.of?))).collect(),
             cleaned: those(&cleans),
             expires: run.hosts.iter().any(|host| host.config.hold.0 > 0),
             is_tight: run.hosts.iter().any(is_tight),
@@ -103,17 +113,37 @@ impl PayloadsArrive {
         }
     }
 
+    /// True if a receiver may know of an earlier stream alone, whose id this one has: the host with the
+    /// first chunk of this one is out of its reach.
+    fn is_former(&self, stream: u32, missed: &MissedChunk, from: u16) -> bool {
+        let earlier = std::iter::successors(self.again.get(&stream), |of| self.again.get(of));
+        let mut ends = earlier.filter_map(|of| self.produced.get(of)).map(|(.., how)| how);
+        let is_caused = |how: &ProducerEnd| match missed.failure {
+            PayloadFailure::GivenUp(_) => {
+                matches!(how, ProducerEnd::GaveUp | ProducerEnd::NoRoom(_))
+            }
+            PayloadFailure::ProducerGone => *how == ProducerEnd::Left,
+            // When all have ended, it is cleaned up.
+            PayloadFailure::CleanedUp | PayloadFailure::Taken => true,
+            _ => false,
+        };
+        missed.chunk == 0 && self.is_hit([missed.at, from]) && ends.any(is_caused)
+    }
+
     /// Looks at what was missed in a stream whose producer has ended.
     fn judge(&mut self, now: CheckContext<'_>, stream: u32) {
         let Some((host, put, how)) = self.produced.get(&stream) else { return };
         // Whoever puts nothing for long leaves what became of an earlier request with its id.
-        if *put == 0 && self.again.contains(&stream) {
+        if *put == 0 && self.again.contains_key(&stream) {
             self.missed.remove(&stream);
             return;
         }
-        for ((_, receiver), at, failure) in self.missed.remove(&stream).unwrap_or_default() {
-            if !self.is_caused(stream, (at, host.instance), (&failure, how)) {
-                let [from, to] = [host.instance, at].map(|one| now.name(one));
+        for missed in self.missed.remove(&stream).unwrap_or_default() {
+            let MissedChunk { receiver, at, failure, .. } = &missed;
+            if !self.is_caused(stream, (*at, host.instance), (failure, how))
+                && !self.is_former(stream, &missed, host.instance)
+            {
+                let [from, to] = [host.instance, *at].map(|one| now.name(one));
                 now.report(|| {
                     format!(
                         "receiver {receiver} at {to} of stream {stream} from {from} was told \
@@ -148,7 +178,8 @@ impl PayloadsArrive {
                 }
             }
             ReceiverOutcome::Missing(failure) => {
-                let missed = ((stream, receiver), host.instance, failure.clone());
+                let (at, failure) = (host.instance, failure.clone());
+                let missed = MissedChunk { receiver, at, chunk, failure };
                 self.missed.entry(stream).or_default().push(missed);
                 self.judge(now, stream);
             }
@@ -214,6 +245,8 @@ impl Invariant for PayloadsArrive {
 mod tests {
     use super::*;
     use crate::invariants::testing::{D0, InvariantBench, InvariantId, P0};
+    use kvferry_engine::core::time::Nanos;
+    use kvferry_scenarios::run::WorkloadEnd;
 
     fn see(bench: &mut InvariantBench, host: SimProcessId, sight: PayloadSight<'_>) {
         bench.see(Observation::Payload { host, sight });
@@ -276,6 +309,48 @@ mod tests {
             match hit {
                 Some(0) => bench.holds(),
                 _ => bench.fails("was told PeerGone(\"p0\")"),
+            }
+        }
+    }
+    fn stream(of: Option<u32>) -> WorkloadStream {
+        WorkloadStream {
+            of,
+            from: 0,
+            start: Nanos::ZERO,
+            chunks: Vec::new(),
+            is_whole: false,
+            puts: 1,
+            copies: 1,
+            wait: Nanos::ZERO,
+            end: WorkloadEnd::Ends,
+            receivers: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn an_earlier_stream_is_the_cause_where_the_next_one_is_out_of_reach() {
+        for (chunk, is_hit, failure, is_caused) in [
+            (0, true, PayloadFailure::CleanedUp, true),
+            (0, true, PayloadFailure::GivenUp("it was aborted".into()), true),
+            (0, true, PayloadFailure::ProducerGone, false),
+            (1, true, PayloadFailure::CleanedUp, false),
+            (0, false, PayloadFailure::CleanedUp, false),
+        ] {
+            let mut bench = InvariantBench::with(InvariantId::PayloadsArrive, |run| {
+                run.streams = vec![stream(None), stream(Some(0))];
+            });
+            produced(&mut bench, 0, &ProducerEnd::GaveUp);
+            if is_hit {
+                let (from, to) = (Some(P0.instance), None);
+                bench.see(Observation::Faulted { kind: FaultKind::Partition, from, to });
+            }
+            let how = &ProducerEnd::Ended;
+            see(&mut bench, P0, PayloadSight::Produced { stream: 1, put: 2, how });
+            let outcome = &ReceiverOutcome::Missing(failure);
+            see(&mut bench, D0, PayloadSight::Ended { stream: 1, receiver: 0, chunk, outcome });
+            match is_caused {
+                true => bench.holds(),
+                false => bench.fails("receiver 0 at d0 of stream 1 from p0 was told"),
             }
         }
     }

@@ -215,10 +215,14 @@ impl Simulation {
         }
     }
 
-    /// Nobody puts what a receiver waits for, and it was not told so.
+    /// Nobody puts what a receiver waits for, and it was not told so. One that was told what may be of an
+    /// earlier request asks again, and gives up by itself.
     pub(super) fn receiver_overdue(&mut self, at: ReceiverIx) {
-        let host = self.receiver_work(at).host;
+        let (host, now) = (self.receiver_work(at).host, self.now);
         let receiver = self.receiver_of(at);
+        if receiver.unsure.is_some_and(|since| now <= since + UNSURE + ASKS_AGAIN) {
+            return;
+        }
         let (client, chunk, is_going) = (receiver.client, receiver.chunk, receiver.is_going);
         let Some(client) = client.filter(|client| self.is_receiver(at, *client)) else { return };
         let (stream, receiver) = at;

@@ -114,6 +114,19 @@ fn an_id_is_used_again_after_an_abort_on_another_host() {
 }
 
 #[test]
+fn an_abort_where_nothing_was_put_is_no_answer_for_other_hosts() {
+    let mut bench = HostBench::new(3, 16);
+    let clean_up = PayloadHook::CleanUp { stream: chunk(0).stream, is_own: true };
+    bench.tell(1, TALKER, clean_up);
+    bench.want(2, TALKER, chunk(0));
+    bench.pass(10_000);
+    assert_eq!(bench.told(), []);
+    bench.put(0, chunk(0), 5, 1);
+    bench.pass(100);
+    assert_eq!(bench.arrived().4, 1);
+}
+
+#[test]
 fn an_id_is_used_again_from_another_host() {
     let mut bench = HostBench::new(3, 16);
     bench.put(0, chunk(0), 5, 1);

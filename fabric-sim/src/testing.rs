@@ -95,6 +95,7 @@ pub(crate) fn run(instances: Vec<InstanceSettings>, faults: Vec<InjectedFault>) 
         faults,
         shaped: Vec::new(),
         liveness: LivenessMode::Heal,
+        probes: true,
         expect: Expect::default(),
     }
 }

@@ -107,6 +107,7 @@ fn small(mode: Mode, tp: (u16, u16), requests: u32) -> Run {
         faults: Vec::new(),
         shaped: Vec::new(),
         liveness: LivenessMode::Heal,
+        probes: true,
         expect: Expect::default(),
     }
 }

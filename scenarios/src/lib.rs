@@ -23,11 +23,15 @@ mod parse;
 pub mod preset;
 pub mod run;
 pub mod trace;
+mod written;
 
 pub use kvferry_faults::{FaultSchema, Opportunity, ScenarioError, decide};
 use kvferry_faults::{doc, value};
 
 pub use bundled::{BUNDLED, bundled};
 pub use lists::{FaultKind, InvariantId, MessageName, TriggerEvent};
-pub use parse::{Scenario, drawn, load, load_with_trace, parse};
+pub use parse::{
+    Scenario, drawn, drawn_text, explicit, explicit_requests, load, load_with_trace, parse,
+};
 pub use run::Run;
+pub use written::written;

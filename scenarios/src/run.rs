@@ -68,8 +68,16 @@ pub struct Run {
     pub shaped: Vec<FaultKind>,
     /// What the end of the safety phase does to faults.
     pub liveness: LivenessMode,
+    /// The simulator sends requests of its own when the faults of the run are over.
+    #[serde(default = "default_probes")]
+    pub probes: bool,
     /// What must come out.
     pub expect: Expect,
+}
+
+/// Value that recordings without it mean.
+const fn default_probes() -> bool {
+    true
 }
 
 impl Run {

@@ -354,3 +354,70 @@ fn decisions_stay_whatever_is_changed_in_a_table() {
     let named = text.replace("0.25", &format!("0.5\ndecisions = '{key}'"));
     assert_eq!(keys(&named), [key]);
 }
+
+#[test]
+fn a_table_for_each_instance_and_stream_is_the_same_run() {
+    for file in ["swarm.toml", "swarm-load.toml", "payloads/ids-used-again.toml"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
+        for seed in 1..30 {
+            let text = kvferry_scenarios::drawn(&path, seed).unwrap();
+            let once = draw_anywhere(&text, seed);
+            let explicit = kvferry_scenarios::explicit(("x.toml", &text), Path::new(""), seed);
+            let explicit = explicit.unwrap();
+            assert_eq!(draw_anywhere(&explicit, seed), once, "{file} {seed}:\n{explicit}");
+            for key in ["count", "enabled", "serves", "every"] {
+                assert!(
+                    !explicit.contains(&format!("{key} =")),
+                    "{key} of {file} {seed}:\n{explicit}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_table_for_each_request_makes_the_same_requests() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("swarm.toml");
+    let mut compared = 0;
+    for seed in 1..80 {
+        let text = kvferry_scenarios::drawn(&path, seed).unwrap();
+        let text = kvferry_scenarios::explicit(("x.toml", &text), Path::new(""), seed).unwrap();
+        let explicit = kvferry_scenarios::explicit_requests(("x.toml", &text), Path::new(""), seed);
+        let Some(explicit) = explicit.unwrap() else { continue };
+        let (once, again) = (draw_anywhere(&text, seed), draw_anywhere(&explicit, seed));
+        let lengths = |run: &Run| -> Vec<_> {
+            // Of several prompts a fault may have cut one.
+            let prompts = run.requests.iter().filter(|request| request.prompts.len() == 1);
+            prompts.map(|request| request.prompts[0].tokens).collect()
+        };
+        assert_eq!(lengths(&again), lengths(&once), "{seed}:\n{explicit}");
+        for (again, once) in again.instances.iter().zip(&once.instances) {
+            // A fault makes pools small by DP rank.
+            assert!(again == once || once.dp_size > 1, "{seed}:\n{explicit}");
+        }
+        assert_eq!(again.engine, once.engine, "{seed}:\n{explicit}");
+        assert_eq!(again.router, once.router, "{seed}:\n{explicit}");
+        // Prompts that a fault has cut go on with other tokens.
+        if !once.shaped.contains(&kvferry_scenarios::FaultKind::DegeneratePrompts) {
+            assert_eq!(again.requests, once.requests, "{seed}:\n{explicit}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 20, "{compared} seeds");
+}
+
+#[test]
+fn a_request_of_its_own_is_what_its_table_says() {
+    let text = "about = 't'\n[workload]\nrequests = 3\nprompt_tokens = 7\nstop = 0\n\
+                single = [{ at = '1ms', decisions = '1' }, { at = '5ms', prompts = 2, samples = 3, \
+                stop = true, abort = '2ms', model = 'm' }]";
+    let requests = draw(text, 1).requests;
+    assert_eq!(requests.len(), 5);
+    let [like, single] = [2, 4].map(|at| &requests[at]);
+    // The second one that is alike arrives at the same time, and is what this one draws.
+    assert_eq!(like.prompts[0].tail, requests[1].prompts[0].tail);
+    assert_eq!((like.prompts[0].tokens, like.samples, like.stop), (16, 1, false));
+    assert_eq!((single.prompts.len(), single.samples, single.stop), (2, 3, true));
+    assert_eq!(single.abort.map(|after| after.0), Some(2_000_000));
+    assert_eq!(single.model.as_deref(), Some("m"));
+}

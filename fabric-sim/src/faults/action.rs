@@ -2,7 +2,7 @@
 
 use kvferry_engine::core::ids::ClientId;
 use kvferry_engine::core::time::Nanos;
-use kvferry_scenarios::lists::{FaultKind, MessageName};
+use kvferry_scenarios::lists::{FaultKind, MessageName, TriggerEvent};
 use kvferry_scenarios::run::InstanceSettings;
 
 /// Index of the router where instances are named.
@@ -115,6 +115,21 @@ impl FaultSubject {
     pub fn between(from: u16, to: u16) -> FaultSubject {
         FaultSubject { from, to: Some(to), ..FaultSubject::default() }
     }
+}
+
+/// A hit of a fault with `chance`: the event at which one with `on` would hit the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ChanceHit {
+    /// Names the decisions of the fault.
+    pub key: u64,
+    pub event: TriggerEvent,
+    /// The instance of the event; [`ROUTER`] is the router.
+    pub from: u16,
+    /// The how many-th of these events there, from 1.
+    pub nth: u32,
+    /// Values drawn for this hit.
+    pub lasts: Option<Nanos>,
+    pub delay: Option<Nanos>,
 }
 
 /// What becomes of a leg on its way to an instance.

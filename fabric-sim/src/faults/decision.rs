@@ -160,7 +160,7 @@ impl FaultScheduler {
     /// True if a fault hits an operation or frame: it waited for one, or draws it.
     fn hits(&mut self, index: usize, spot: &FaultSubject) -> bool {
         let plan = &mut self.plans[index];
-        plan.concerns(spot) && (plan.disarm() || plan.chances(spot))
+        plan.concerns(spot) && (plan.disarm() || self.chances(index, spot))
     }
 
     /// What becomes of a control frame that is sent; also counts it as `frame.sent`, so the world

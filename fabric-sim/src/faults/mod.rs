@@ -30,7 +30,9 @@ mod plan;
 mod tests;
 mod trigger;
 
-pub use action::{CoveragePhase, FaultAction, FaultHit, FaultSubject, LegDecision, ROUTER};
+pub use action::{
+    ChanceHit, CoveragePhase, FaultAction, FaultHit, FaultSubject, LegDecision, ROUTER,
+};
 
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::time::Nanos;
@@ -42,6 +44,9 @@ use kvferry_scenarios::run::{RaceOrder, Run};
 use plan::{FaultPlan, TriggerCondition};
 use std::collections::{BTreeMap, BTreeSet};
 use trigger::FaultWindow;
+
+/// Hits of faults with `chance` that are kept.
+const CHANCE_HITS_MAX: usize = 4_096;
 
 /// All faults of a run.
 #[derive(Debug, Default)]
@@ -57,6 +62,8 @@ pub struct FaultScheduler {
     of_requests: Vec<usize>,
     /// Some fault wants to know when leases end.
     races: bool,
+    /// Some fault has a chance.
+    has_chances: bool,
     /// What is due when: plans that fire and windows that end.
     due: BTreeMap<(Nanos, u64), FaultDeadline>,
     serial: u64,
@@ -72,6 +79,9 @@ pub struct FaultScheduler {
     actions: Vec<FaultAction>,
     hits: Vec<FaultHit>,
     coverage: BTreeMap<(FaultKind, CoveragePhase), u64>,
+    /// Events so far, by event and instance; counted where some fault has a chance.
+    seen: BTreeMap<(TriggerEvent, u16), u32>,
+    chance_hits: Vec<ChanceHit>,
     last: Nanos,
     healed: bool,
 }
@@ -104,7 +114,7 @@ impl FaultScheduler {
         match when {
             TriggerCondition::At(at) => self.schedule(at, FaultDeadline::Fire(index)),
             TriggerCondition::On(watch) => self.by_event[watch.event as usize].push(index),
-            TriggerCondition::Chance(_) => {}
+            TriggerCondition::Chance(_) => self.has_chances = true,
         }
         match kind.schema().opportunity {
             Opportunity::Operation => self.of_ops.push(index),
@@ -167,6 +177,9 @@ impl FaultScheduler {
     /// [`FaultScheduler::decide_leg`] instead.
     pub fn on_event(&mut self, now: Nanos, event: TriggerEvent, spot: &FaultSubject) {
         self.follow(event, spot);
+        if self.has_chances {
+            *self.seen.entry((event, spot.from)).or_default() += 1;
+        }
         for at in 0..self.by_event[event as usize].len() {
             let index = self.by_event[event as usize][at];
             if self.plans[index].matches_event(event, spot) {
@@ -192,9 +205,39 @@ impl FaultScheduler {
     }
 
     fn draw(&mut self, now: Nanos, index: usize, spot: &FaultSubject) {
-        if self.plans[index].chances(spot) {
+        if self.chances(index, spot) {
             self.fire(now, index, Some(spot));
         }
+    }
+
+    /// Draws for an opportunity; true if the fault fires now.
+    fn chances(&mut self, index: usize, spot: &FaultSubject) -> bool {
+        let plan = &mut self.plans[index];
+        if !plan.chances(spot) {
+            return false;
+        }
+        let event = match plan.kind().schema().opportunity {
+            Opportunity::Operation | Opportunity::Lease => TriggerEvent::OpPosted,
+            Opportunity::Frame | Opportunity::Registration => TriggerEvent::FrameSent,
+            Opportunity::Leg => TriggerEvent::LegDispatched,
+            Opportunity::Step => TriggerEvent::StepStarted,
+            Opportunity::Request => TriggerEvent::RequestArrived,
+            // No event comes where memory is registered.
+            Opportunity::Memory | Opportunity::Run => return true,
+        };
+        if let Some(nth) = self.seen.get(&(event, spot.from)).copied()
+            && self.chance_hits.len() < CHANCE_HITS_MAX
+        {
+            self.chance_hits.push(ChanceHit {
+                key: plan.fault.key,
+                event,
+                from: spot.from,
+                nth,
+                lasts: plan.draw("lasts", plan.fault.lasts),
+                delay: plan.draw("delay", plan.fault.delay),
+            });
+        }
+        true
     }
 
     /// Follows the transfers of each instance.
@@ -259,6 +302,11 @@ impl FaultScheduler {
             *tables.entry((plan.fault.line, plan.kind())).or_default() += plan.hits;
         }
         tables
+    }
+
+    /// Hits of faults with `chance`, the first few.
+    pub fn chance_hits(&self) -> &[ChanceHit] {
+        &self.chance_hits
     }
 
     /// When the last fault hit or ended; `now` while a transient one lasts or is still to come.

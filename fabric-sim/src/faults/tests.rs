@@ -278,3 +278,28 @@ fn a_core_is_healed_of_everything_and_the_rest_of_nothing() {
     assert!(faults.decide_frame(T, &frame(0, 3, MessageName::Grant)).drop);
     assert_eq!(faults.last_fault(Nanos(9_000)), Nanos(8_000));
 }
+
+#[test]
+fn a_hit_of_a_chance_is_the_nth_event_of_its_sender() {
+    let lost = fault(FaultKind::AckLost, FaultTrigger::Chance(300_000));
+    let ops = [(0, 0), (1, 0), (0, 1), (1, 1), (1, 2), (0, 2), (1, 3), (1, 4), (0, 3)];
+    let fates = |faults: &mut FaultScheduler| {
+        ops.map(|(from, nth)| faults.decide_op(T, &op(from, 2, nth)).ack)
+    };
+    let mut faults = engine(vec![InjectedFault { times: u32::MAX, ..lost.clone() }]);
+    let drawn = fates(&mut faults);
+    let hits = faults.chance_hits().to_vec();
+    assert_eq!(hits.len(), drawn.iter().filter(|ack| **ack == CompletionDecision::Lost).count());
+    assert!((1..ops.len()).contains(&hits.len()), "{hits:?}");
+    let pinned = hits.iter().map(|hit| InjectedFault {
+        trigger: FaultTrigger::On {
+            event: hit.event,
+            from: Some(["p0", "p1"][usize::from(hit.from)].into()),
+            to: None,
+            message: None,
+            nth: hit.nth,
+        },
+        ..lost.clone()
+    });
+    assert_eq!(fates(&mut engine(pinned.collect())), drawn);
+}

@@ -44,7 +44,7 @@ pub(super) fn switch_at(run: &Run) -> Nanos {
 /// for a prompt that is not empty.
 pub(super) fn has_probes(run: &Run) -> bool {
     let fits = run.longest().is_some_and(|longest| longest > 1);
-    !run.faults.is_empty() && (fits || !run.hosts.is_empty())
+    run.probes && !run.faults.is_empty() && (fits || !run.hosts.is_empty())
 }
 
 impl Simulation {

@@ -4,7 +4,7 @@ use super::Simulation;
 use super::process::SimProcess;
 use super::sight::Sight;
 use super::trace::Recording;
-use crate::faults::CoveragePhase;
+use crate::faults::{ChanceHit, CoveragePhase};
 use crate::invariants::Violation;
 use crate::memory::ContentMismatch;
 use crate::observation::ReceiverOutcome;
@@ -161,6 +161,9 @@ pub struct RunReport {
     /// How often each table of faults hit that the run has, by line and kind.
     #[serde(skip)]
     pub fault_tables: BTreeMap<(u32, FaultKind), u64>,
+    /// Hits of faults with `chance`, the first few.
+    #[serde(skip)]
+    pub chance_hits: Vec<ChanceHit>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
     /// Entries taken from the event queue.
@@ -366,6 +369,7 @@ impl Simulation {
             violation_count: count,
             left: (!self.quiescence.quiescent).then(|| self.outstanding_work()),
             fault_tables: self.observer.faults.by_table(),
+            chance_hits: self.observer.faults.chance_hits().to_vec(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
             events: self.queue.popped(),

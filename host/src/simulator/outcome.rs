@@ -2,7 +2,7 @@
 
 use kvferry_engine::core::Nanos;
 use kvferry_scenarios::FaultKind;
-use kvferry_sim::faults::CoveragePhase;
+use kvferry_sim::faults::{ChanceHit, CoveragePhase};
 use kvferry_sim::world::{
     FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict, SaturatedLink,
 };
@@ -78,6 +78,9 @@ pub(crate) struct RunOutcome {
     /// How often each table of faults hit that the seed has, by line and kind.
     #[serde(skip)]
     pub(crate) tables: BTreeMap<(u32, FaultKind), u64>,
+    /// Hits of faults with `chance`, the first few.
+    #[serde(skip)]
+    pub(crate) chance_hits: Vec<ChanceHit>,
     /// How often faults hit, by kind.
     pub(crate) faults: BTreeMap<&'static str, u64>,
     /// The same by phase of the transfers concerned.
@@ -158,6 +161,7 @@ impl RunOutcome {
             *self.faults.entry(kind.name()).or_default() += hits;
         }
         self.tables = report.fault_tables;
+        self.chance_hits = report.chance_hits;
         self.never_hit = never_hit(&self.tables);
         self.coverage = report.faults;
         self.verdict = self.verdict.max(report.verdict);

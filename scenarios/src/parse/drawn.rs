@@ -28,31 +28,41 @@ pub fn drawn(path: impl AsRef<Path>, seed: u64) -> Result<String, ScenarioError>
     let path = path.as_ref();
     let remedy = "name a scenario file, see `kvferry list scenarios`";
     let text = text_of(path, "scenario", remedy)?;
-    let name = path.display().to_string();
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let scenario = parse(&name, &text, folder, None)?;
+    drawn_text((&path.display().to_string(), &text), path.parent().unwrap_or(Path::new("")), seed)
+}
+
+/// As [`drawn`], of a file with this name and text whose trace is looked for in `folder`.
+///
+/// # Errors
+/// As [`drawn`].
+pub fn drawn_text(
+    (name, text): (&str, &str),
+    folder: &Path,
+    seed: u64,
+) -> Result<String, ScenarioError> {
+    let scenario = parse(name, text, folder, None)?;
     let (run, log) = logged(|| scenario.draw(seed));
     let run = run?;
-    let fixed = seed_and_trace(&scenario, &text, seed);
-    let same = |text: &str| {
-        let scenario = parse(&name, text, folder, None).ok();
+    let fixed = seed_and_trace(&scenario, text, seed);
+    let is_same = |text: &str| {
+        let scenario = parse(name, text, folder, None).ok();
         let again = scenario.and_then(|scenario| scenario.draw(seed).ok());
         again.is_some_and(|again| without_places(again) == without_places(run.clone()))
     };
-    let (values, faults) = (values(&text, log), faults(&scenario, &text, seed));
-    let all = |more: &[Replacement]| applied(&text, [fixed.as_slice(), more].concat());
+    let (values, faults) = (values(text, log), faults(&scenario, text, seed));
+    let all = |more: &[Replacement]| applied(text, [fixed.as_slice(), more].concat());
     let mut kept = [values.as_slice(), &faults].concat();
-    if !same(&all(&kept)) {
+    if !is_same(&all(&kept)) {
         // A value that others are made from, such as a number of instances that come before others.
         kept.clear();
         for one in faults.into_iter().chain(values) {
             kept.push(one);
-            if !same(&all(&kept)) {
+            if !is_same(&all(&kept)) {
                 kept.pop();
             }
         }
     }
-    Ok(format!("{}{}", heading(&run, &name), all(&kept)))
+    Ok(format!("{}{}", heading(&run, name), all(&kept)))
 }
 
 /// A run without what says where in its file something stands.

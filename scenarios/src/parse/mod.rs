@@ -1,6 +1,7 @@
 //! From a file to a [`Scenario`], and from a scenario and a seed to a [`Run`].
 
 mod drawn;
+mod explicit;
 mod limits;
 mod model;
 mod payloads;
@@ -20,7 +21,8 @@ use crate::run::{
     WorkloadStream,
 };
 use crate::value::Distribution;
-pub use drawn::drawn;
+pub use drawn::{drawn, drawn_text};
+pub use explicit::{explicit, explicit_requests};
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::verify::Verify;
@@ -48,6 +50,7 @@ section! {
         memory: Distribution<MemoryFidelity> = MemoryFidelity::Bytes;
         verify: Distribution<Verify> = Verify::Off;
         liveness: Distribution<LivenessMode> = LivenessMode::Heal;
+        probes: Distribution<bool> = true;
         model: ModelSpec;
         topology: TopologySpec;
         protocol: ProtocolSpec;
@@ -272,6 +275,7 @@ impl Scenario {
             faults: Vec::new(),
             shaped: Vec::new(),
             liveness: self.liveness.draw(&key.part("liveness")),
+            probes: self.probes.draw(&key.part("probes")),
             expect: self.expect.clone(),
             model,
             instances,

@@ -68,6 +68,9 @@ section! {
     pub(super) struct StreamSpec(section) {
         count: Distribution<u32> = 1, in (1, 1 << 20);
         every: Distribution<Nanos> = Nanos::from_ms(1);
+        begins: Distribution<Nanos> = Nanos::ZERO;
+        /// Names the decisions of its first stream, see [`StreamSpec::begins`].
+        decisions: Option<u64>;
         from: Option<Distribution<InstanceName>>;
         to: Option<Distribution<InstanceName>>;
         start: Distribution<Nanos> = Nanos::ZERO;
@@ -101,6 +104,9 @@ section! {
         how: Distribution<Departure> = Departure::Abandons;
     }
 }
+
+/// The lower half of 64 bits.
+const LOWER_HALF: u64 = u32::MAX as u64;
 
 /// Name of the core of a host from which others pull, and of the one with which it pulls.
 const CORES: [(&str, Role); 2] = [("prefill", Role::Prefill), ("decode", Role::Decode)];
@@ -158,6 +164,21 @@ impl TopologySpec {
         or(&self.serves, default, &DecisionKey::new(seed, "topology.serves"))
     }
 
+    /// The tables of hosts, each with the names that its hosts have.
+    fn named_hosts(&self, seed: u64) -> impl Iterator<Item = (&HostSpec, Vec<String>)> {
+        self.host_tables().map(move |(table, mut names)| {
+            let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
+            names.truncate(or(&table.count, 1, &key).into());
+            (table, names)
+        })
+    }
+
+    /// Names of hosts, each with the number of its table.
+    pub(super) fn host_names(&self, seed: u64) -> Vec<(usize, String)> {
+        let tables = self.named_hosts(seed).enumerate();
+        tables.flat_map(|(at, (_, names))| names.into_iter().map(move |name| (at, name))).collect()
+    }
+
     /// The hosts and their cores.
     pub(super) fn hosts(
         &self,
@@ -165,10 +186,8 @@ impl TopologySpec {
         shared: (&InstanceDefaults, StepCost),
     ) -> (Vec<PayloadHostSettings>, Vec<InstanceSettings>) {
         let (mut hosts, mut instances) = (Vec::new(), Vec::new());
-        for (table, names) in self.host_tables() {
-            let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
-            let count = usize::from(or(&table.count, 1, &key));
-            for name in names.into_iter().take(count) {
+        for (table, names) in self.named_hosts(seed) {
+            for name in names {
                 let key = DecisionKey::new(seed, "topology.instance").actor(kind(&name));
                 let (host, cores) = table.host((name, instances.len() as u16), &key, shared);
                 hosts.push(host);
@@ -187,20 +206,32 @@ impl StreamSpec {
         seed: u64,
         (hosts, before): (&[PayloadHostSettings], usize),
     ) -> Result<Vec<WorkloadStream>, ScenarioError> {
-        let key = DecisionKey::new(seed, "stream").actor(table);
-        let mut begins = Nanos::ZERO;
+        let key = DecisionKey::new(seed, "stream");
         let mut streams = Vec::new();
-        for n in 0..self.count.draw(&key.part("count")) {
-            let key = key.nth(u64::from(n));
+        for (decisions, begins) in self.begins(table, seed) {
+            let key = key.actor(decisions >> 32).nth(decisions & LOWER_HALF);
             streams.push(self.stream(file, (begins, None), &key, hosts)?);
             for again in 0..self.again.draw(&key.part("again")) {
                 let of = Some((before + streams.len() - 1) as u32);
                 let key = key.part("again").nth(u64::from(again));
                 streams.push(self.stream(file, (Nanos::ZERO, of), &key, hosts)?);
             }
-            begins = begins + self.every.draw(&key.part("every"));
         }
         Ok(streams)
+    }
+
+    /// Starts of the streams of the `table`th table, each with what names its decisions: a table in
+    /// the upper half of the bits, a number in the lower half.
+    pub(super) fn begins(&self, table: u64, seed: u64) -> Vec<(u64, Nanos)> {
+        let first = self.decisions.unwrap_or(table << 32);
+        let key = DecisionKey::new(seed, "stream").actor(first >> 32);
+        let mut begins = self.begins.draw(&key.part("begins"));
+        let mut found = Vec::new();
+        for decisions in (first..).take(self.count.draw(&key.part("count")) as usize) {
+            found.push((decisions, begins));
+            begins = begins + self.every.draw(&key.nth(decisions & LOWER_HALF).part("every"));
+        }
+        found
     }
 
     fn stream(

@@ -208,13 +208,32 @@ impl TopologySpec {
         Ok(())
     }
 
+    /// The tables, each with the names that its instances have.
+    fn named_tables(&self, seed: u64) -> impl Iterator<Item = (Role, &InstanceSpec, Vec<String>)> {
+        self.tables().map(move |(role, table, mut names)| {
+            let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
+            names.truncate(or(&table.count, 1, &key).into());
+            (role, table, names)
+        })
+    }
+
+    /// Names of instances, each with its role and the number of its table among those of its role.
+    pub(super) fn instance_names(&self, seed: u64) -> Vec<(Role, usize, String)> {
+        let mut found = Vec::new();
+        for role in [Role::Prefill, Role::Decode] {
+            let tables = self.named_tables(seed).filter(|(of, ..)| *of == role);
+            for (at, (_, _, names)) in tables.enumerate() {
+                found.extend(names.into_iter().map(|name| (role, at, name)));
+            }
+        }
+        found
+    }
+
     /// Draws names, TP and block sizes; the first is a prefill.
     pub(super) fn shapes(&self, seed: u64, block_tokens: u32) -> Vec<InstanceShape<'_>> {
         let mut shapes = Vec::new();
-        for (role, table, names) in self.tables() {
-            let key = DecisionKey::new(seed, "topology.count").actor(kind(&names[0]));
-            let count = usize::from(or(&table.count, 1, &key));
-            for name in names.into_iter().take(count) {
+        for (role, table, names) in self.named_tables(seed) {
+            for name in names {
                 let key = DecisionKey::new(seed, "topology.instance").actor(kind(&name));
                 let block_tokens = or(&table.block_tokens, block_tokens, &key.part("block_tokens"));
                 let tp = table.tp.draw(&key.part("tp"));

@@ -92,6 +92,13 @@ section! {
             else ("a single request without `at`", "say when it arrives");
         prompt_tokens: Distribution<u32> = 16, in (0, TOKENS_MAX);
         output_tokens: Distribution<u32> = 1, in (1, TOKENS_MAX);
+        prompts: Distribution<u32> = 1, in (1, 64);
+        samples: Option<Distribution<u32>>, in (1, 64);
+        stop: Option<Distribution<bool>>;
+        abort: Option<Distribution<Nanos>>;
+        model: Option<Distribution<InstanceName>>;
+        /// Makes its decisions those of the request of this number among those that are alike.
+        decisions: Option<u64>;
     }
 }
 
@@ -137,19 +144,25 @@ impl WorkloadSpec {
         seed: u64,
         prefix_tokens: u32,
     ) -> Result<Vec<WorkloadRequest>, ScenarioError> {
-        let mut requests = match &self.trace {
-            Some(trace) => self.traced(file, trace, seed)?,
+        let mut requests: Vec<GeneratedRequest<'_>> = match &self.trace {
+            Some(trace) => {
+                let traced = self.traced(file, trace, seed)?;
+                traced.into_iter().map(|request| (request, None)).collect()
+            }
             None => self.generated(seed, prefix_tokens),
         };
         let key = DecisionKey::new(seed, "workload");
-        for (n, request) in requests.iter_mut().enumerate() {
+        for (n, (request, single)) in requests.iter_mut().enumerate() {
             let key = key.actor(n as u64);
             request.samples = self.samples.draw(&key.part("samples"));
             request.stop = chance(key.part("stop").get(), self.stop.0);
             request.abort = self.abort.draw(&key.part("abort"));
             request.model = self.models.as_ref().and_then(|it| it.draw(&key.part("model")));
+            if let Some((single, key)) = single {
+                single.complete(request, key);
+            }
         }
-        Ok(requests)
+        Ok(requests.into_iter().map(|(request, _)| request).collect())
     }
 
     fn traced(
@@ -172,10 +185,11 @@ impl WorkloadSpec {
         reader.take(limit).map(|record| record.map(request)).collect()
     }
 
-    fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<WorkloadRequest> {
+    /// Requests by arrival, and for those of a table of their own that table and its key.
+    fn generated(&self, seed: u64, prefix_tokens: u32) -> Vec<GeneratedRequest<'_>> {
         let key = DecisionKey::new(seed, "workload");
         let mut at = self.start.draw(&key.part("start"));
-        let mut requests = Vec::new();
+        let mut requests: Vec<GeneratedRequest<'_>> = Vec::new();
         for n in 0..self.requests.draw(&key.part("requests")) {
             let key = key.actor(u64::from(n));
             let prompts = (0..self.prompts.draw(&key.part("prompts"))).map(|index| {
@@ -183,23 +197,19 @@ impl WorkloadSpec {
                 let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
                 self.prefix.prompt(tokens, prefix_tokens, &key.part("prefix"))
             });
-            requests.push(WorkloadRequest {
-                arrival: at,
-                prompts: prompts.collect(),
-                samples: 1,
-                output: self.output_tokens.draw(&key.part("output_tokens")),
-                abort: None,
-                stop: false,
-                model: None,
-                decode_rendering: None,
-            });
+            let output = self.output_tokens.draw(&key.part("output_tokens"));
+            requests.push((request(at, prompts.collect(), output), None));
             at = at + self.arrival.draw(&key.part("arrival"));
         }
-        let single = |(n, single): (u64, &SingleRequestSpec)| {
-            single.draw(&self.prefix, prefix_tokens, &key.part("single").actor(n))
-        };
-        requests.extend((0..).zip(&self.single).map(single));
-        requests.sort_by_key(|request| request.arrival);
+        for (n, single) in (0..).zip(&self.single) {
+            let key = match single.decisions {
+                Some(like) => key.actor(like),
+                None => key.part("single").actor(n),
+            };
+            let request = single.draw(&self.prefix, prefix_tokens, &key);
+            requests.push((request, Some((single, key))));
+        }
+        requests.sort_by_key(|(request, _)| request.arrival);
         requests
     }
 
@@ -212,17 +222,42 @@ impl WorkloadSpec {
 
 impl SingleRequestSpec {
     fn draw(&self, prefix: &PrefixSpec, run: u32, key: &DecisionKey) -> WorkloadRequest {
-        let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
-        WorkloadRequest {
-            arrival: self.at.draw(&key.part("at")),
-            prompts: vec![prefix.prompt(tokens, run, &key.part("prefix"))],
-            samples: 1,
-            output: self.output_tokens.draw(&key.part("output_tokens")),
-            abort: None,
-            stop: false,
-            model: None,
-            decode_rendering: None,
+        let prompts = (0..self.prompts.draw(&key.part("prompts"))).map(|index| {
+            let key = key.nth(u64::from(index));
+            let tokens = self.prompt_tokens.draw(&key.part("prompt_tokens"));
+            prefix.prompt(tokens, run, &key.part("prefix"))
+        });
+        let output = self.output_tokens.draw(&key.part("output_tokens"));
+        request(self.at.draw(&key.part("at")), prompts.collect(), output)
+    }
+
+    /// Sets what its table says of it, in place of what all requests have.
+    fn complete(&self, request: &mut WorkloadRequest, key: &DecisionKey) {
+        request.samples = or(&self.samples, request.samples, &key.part("samples"));
+        request.stop = or(&self.stop, request.stop, &key.part("stop"));
+        if let Some(after) = &self.abort {
+            request.abort = Some(after.draw(&key.part("abort")));
         }
+        if let Some(model) = &self.model {
+            request.model = Some(model.draw(&key.part("model")).0);
+        }
+    }
+}
+
+/// A request, and if it has a table of its own that table and its key.
+type GeneratedRequest<'a> = (WorkloadRequest, Option<(&'a SingleRequestSpec, DecisionKey)>);
+
+/// A request of which no more is known.
+fn request(arrival: Nanos, prompts: Vec<WorkloadPrompt>, output: u32) -> WorkloadRequest {
+    WorkloadRequest {
+        arrival,
+        prompts,
+        samples: 1,
+        output,
+        abort: None,
+        stop: false,
+        model: None,
+        decode_rendering: None,
     }
 }
 

@@ -75,6 +75,7 @@ mod absent {
         Replay(AnyArgs),
         Show(AnyArgs),
         Draw(AnyArgs),
+        Shrink(AnyArgs),
         List(AnyArgs),
         Serve(AnyArgs),
     }
@@ -95,6 +96,7 @@ mod absent {
             AbsentCommand::Replay(_) => "replay",
             AbsentCommand::Show(_) => "show",
             AbsentCommand::Draw(_) => "draw",
+            AbsentCommand::Shrink(_) => "shrink",
             AbsentCommand::List(_) => "list",
             AbsentCommand::Serve(_) => "serve",
         };

@@ -534,3 +534,52 @@ fn health_is_what_a_server_answers() {
         assert!(is_told && ended.err.contains("; give HOST:PORT/PATH"), "{ended:?}");
     }
 }
+
+#[test]
+fn a_seed_that_fails_is_shrunk_to_a_file_that_fails_alike() {
+    let folder = ProgramFolder::new("shrunk");
+    let file = folder.write("f.toml", &format!("{SMALL}[expect]\noperations = {{ posted = 0 }}\n"));
+    let [small, page] = ["small.toml", "small.html"].map(|name| folder.path(name));
+    let args = ["shrink", &file, "--seed", "3", "--out", &small];
+    let ended = kvferry(args);
+    assert_eq!(ended.code, 0, "{ended:?}");
+    assert!(ended.out.contains("before") && ended.out.contains("candidates in"), "{}", ended.out);
+    assert!(std::fs::read_to_string(&page).is_ok_and(|page| page.starts_with("<!")), "no page");
+    let [before, after] = [[&file, "--seed", "3"].as_slice(), &[&small]].map(|args| {
+        let ended =
+            kvferry(["run", "--json"].into_iter().chain(args.iter().map(|arg| arg as &str)));
+        assert_eq!(ended.code, 4, "{ended:?}");
+        lines(&ended.out).remove(0)
+    });
+    assert_eq!(after["requests"], 1);
+    assert!(after["events"].as_u64() < before["events"].as_u64(), "{after}");
+    for outcome in [&before, &after] {
+        let told = outcome["violations"][0].as_str().unwrap_or_default();
+        assert!(told.contains("operations posted, not 0"), "{outcome}");
+    }
+    let again = kvferry(args);
+    assert_eq!((again.code, again.err.contains("--force")), (2, true), "{again:?}");
+    let swept = kvferry(["sweep", &file, "--seeds", "1", "--base", "3"]);
+    assert!(
+        swept.out.contains(&format!("shrink with: kvferry shrink {file} --seed 3")),
+        "{swept:?}"
+    );
+}
+
+#[test]
+fn what_cannot_be_shrunk_is_told_with_the_remedy() {
+    let folder = ProgramFolder::new("unshrunk");
+    let file = folder.write("f.toml", SMALL);
+    let any = folder.write("any.toml", &SMALL.replace("seed = 3", "seed = \"any\""));
+    for (args, told) in [
+        (&["shrink", &file, "--seed", "3"][..], "seed 3: it came out as expected"),
+        (&["shrink", &any], "give the one that fails with --seed"),
+        (&["shrink", "none.toml", "--seed", "1"], "cannot read"),
+        (&["shrink", &file, "--out", "x.html"], "name another file with --html"),
+    ] {
+        let ended = kvferry(args);
+        assert_eq!(ended.code, 2, "{ended:?}");
+        let lines = ended.err.lines().count();
+        assert!(lines == 1 && ended.err.contains(told), "{ended:?}");
+    }
+}

@@ -12,6 +12,7 @@ mod run;
 mod scenario_files;
 mod seed_run;
 mod show;
+mod shrink;
 mod sweep;
 mod table;
 mod timeline;
@@ -36,6 +37,8 @@ pub(crate) enum SimulatorCommand {
     Show(show::ShowArgs),
     /// Write the run that a seed draws as a scenario file
     Draw(draw::DrawArgs),
+    /// Find the smallest scenario that fails as a seed does
+    Shrink(shrink::ShrinkArgs),
     /// Print what scenario files can say
     List(lists::ListArgs),
 }
@@ -54,6 +57,7 @@ pub(crate) fn command(
         SimulatorCommand::Replay(args) => replay::command(args, out),
         SimulatorCommand::Show(args) => show::command(args, out),
         SimulatorCommand::Draw(args) => draw::command(args, out),
+        SimulatorCommand::Shrink(args) => shrink::command(args, out),
         SimulatorCommand::List(args) => lists::command(args, out),
     };
     Ok(Exit(verdict?.code()))

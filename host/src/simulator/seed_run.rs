@@ -38,6 +38,11 @@ pub(crate) struct RunSetup {
 }
 
 impl RunSetup {
+    /// A scenario as it is.
+    pub(crate) fn plain(source: ScenarioSource) -> RunSetup {
+        RunSetup { source, trace: None, link_scale: 1.0, actors: false, record: false }
+    }
+
     /// Reads the scenario.
     ///
     /// # Errors
@@ -131,7 +136,7 @@ fn compare(run: &Run, first: (u64, u64), outcome: &mut RunOutcome) {
 }
 
 /// A word of a command line, in quotes if a shell would take it apart.
-fn quoted(word: &str) -> String {
+pub(crate) fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_alphanumeric() || "/._-+=:@%,".contains(c);
     match !word.is_empty() && word.chars().all(plain) {
         true => word.into(),

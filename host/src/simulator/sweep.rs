@@ -3,7 +3,7 @@
 use crate::process::{CliProgress, CommandError, print_error};
 use crate::simulator::outcome::RunOutcome;
 use crate::simulator::scenario_files::ScenarioSource;
-use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics};
+use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics, quoted};
 use crate::simulator::table::{columns, grouped, trouble};
 use clap::Args;
 use kvferry_scenarios::{FaultKind, Scenario};
@@ -131,7 +131,7 @@ struct SweepTotals {
 /// be used is told on stderr, and the others are run.
 pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
     let source = ScenarioSource::File(args.file.clone());
-    let setup = RunSetup { source, trace: None, link_scale: 1.0, actors: false, record: false };
+    let setup = RunSetup::plain(source);
     let scenario = setup.load()?;
     let Some(end) = args.base.checked_add(args.seeds).filter(|end| *end > args.base) else {
         let text = format!("no seeds from {} on in number {}", args.base, args.seeds);
@@ -304,6 +304,8 @@ fn print(
     }
     for outcome in sum.failing.iter().take(SHOWN) {
         write!(out, "{}", trouble(outcome, VIOLATIONS))?;
+        let file = quoted(&outcome.scenario);
+        writeln!(out, "  shrink with: kvferry shrink {file} --seed {}", outcome.seed)?;
     }
     if let Some(more) = sum.failing.get(SHOWN..).filter(|more| !more.is_empty()) {
         let seeds: Vec<_> = more.iter().map(|outcome| outcome.seed.to_string()).collect();

@@ -138,7 +138,14 @@ impl FaultIsolation {
             ClientAnswer::NoModel(_) => {
                 model.is_some() && self.spared(now, model).is_disjoint(&self.registered)
             }
-            ClientAnswer::NoRole { .. } => model.is_some() && self.concerns_all(now, model),
+            ClientAnswer::NoRole { missing, .. } => {
+                let is_missing = |index: &&u16| {
+                    now.state.place(**index).is_some_and(|place| place.role == *missing)
+                };
+                let spared = self.spared(now, model);
+                let mut known = spared.intersection(&self.registered).filter(is_missing);
+                model.is_some() && (self.concerns_all(now, model) || known.next().is_none())
+            }
             ClientAnswer::Failed(LegFailure::Request(_)) => true,
             ClientAnswer::Failed(LegFailure::Busy { .. }) => has_waited,
             // The prompts of its two legs differ.
@@ -309,6 +316,30 @@ mod tests {
             }
             bench.asked(0);
             bench.answered(0, &ClientAnswer::NoModel([].into()));
+            bench.judges(held, "client 0, served by , failed though no fault concerned them");
+        }
+    }
+
+    #[test]
+    fn role_of_a_model_is_missing_until_an_instance_of_it_registers() {
+        for (heard, held) in [(false, true), (true, false)] {
+            let mut bench = InvariantBench::with(InvariantId::Isolation, |run| {
+                run.requests = vec![asks_for("a")];
+            });
+            for who in [P0, P1, D0, D1] {
+                let models = if who == D0 { "other" } else { "a" };
+                bench.start_as(who, |spec| spec.models = serves(models));
+            }
+            for who in [P0, P1] {
+                bench.hear(who, Role::Prefill, 1);
+            }
+            bench.hear(D0, Role::Decode, 1);
+            if heard {
+                bench.hear(D1, Role::Decode, 1);
+            }
+            bench.asked(0);
+            let served = [].into();
+            bench.answered(0, &ClientAnswer::NoRole { missing: Role::Decode, served });
             bench.judges(held, "client 0, served by , failed though no fault concerned them");
         }
     }

@@ -59,7 +59,7 @@ fn instances_that_were_let_go_serve_on_without_registering() {
     assert!(bench.router.is_draining() && effects.len() == 2, "{effects:?}");
     assert!(bench.give(RouterInput::Release).is_empty(), "once");
     // Beyond the expiry of what they said.
-    bench.now = bench.now + Nanos::from_secs(30);
+    bench.pass(Nanos::from_secs(30));
     assert!(bench.give(RouterInput::Tick).is_empty());
     for leg in before {
         bench.leg(leg.leg, done());

@@ -3,7 +3,7 @@
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
     Address, Completion, DataEvent, DigestBatch, DigestId, DigestParts, Direction, Memory, OpId,
-    OwnMemory, PeerId, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit, digest_of,
+    OwnMemory, PeerId, Refused, RegionDesc, RegionId, SessionId, Submit, digest_of,
 };
 
 const END: u64 = MEMORY as u64;
@@ -39,28 +39,11 @@ pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
         (9, 4_096, 777),
         (2_000, 4_873, 16),
     ];
-    for direction in [Direction::Write, Direction::Read] {
-        let caps = rig.plane(0).caps();
-        let able = if direction == Direction::Write { caps.write } else { caps.read };
-        if !able || caps.slices_max < ranges.len() as u32 {
-            continue;
-        }
-        let (source, target) = if direction == Direction::Write { (0, 1) } else { (1, 0) };
-        let from = rig.bytes(source);
-        let mut expected = rig.bytes(target);
-        for (local, remote, len) in ranges {
-            let (read, write) = match direction {
-                Direction::Write => (local as usize, remote as usize),
-                Direction::Read => (remote as usize, local as usize),
-            };
-            let len = len as usize;
-            expected[write..write + len].copy_from_slice(&from[read..read + len]);
-        }
-        let op = rig.submit(SESSION, direction, &ranges).expect("a good batch is taken");
-        assert_eq!(rig.finish(op), Completion::Done);
-        rig.quiesce(SESSION, QuiesceTicket(op.0));
-        assert!(rig.bytes(target) == expected, "{direction:?} moved other bytes");
-        assert!(rig.bytes(source) == from, "{direction:?} changed its source");
+    if rig.plane(0).caps().slices_max < ranges.len() as u32 {
+        return;
+    }
+    for direction in rig.directions() {
+        rig.assert_moves(SESSION, direction, &ranges);
     }
 }
 

@@ -185,6 +185,76 @@ impl<'a> DataHarness<'a> {
         Ok(op)
     }
 
+    /// Directions in which plane 0 moves bytes.
+    pub(super) fn directions(&mut self) -> Vec<Direction> {
+        let caps = self.plane(0).caps();
+        let is_able = |direction: &Direction| match direction {
+            Direction::Write => caps.write,
+            Direction::Read => caps.read,
+        };
+        [Direction::Write, Direction::Read].into_iter().filter(is_able).collect()
+    }
+
+    /// Submits writes of 64 bytes in four ranges, at most as many as may be in flight.
+    pub(super) fn writes(&mut self, session: SessionId, count: u64) -> Vec<OpId> {
+        let count = count.min(u64::from(self.plane(0).caps().in_all.operations));
+        let ranges =
+            |n: u64| [0, 1, 2, 3].map(|slice| (n * 64 + slice * 16, n * 64 + slice * 16, 16));
+        let write =
+            |n| self.submit(session, Direction::Write, &ranges(n)).expect("a write is taken");
+        (0..count).map(write).collect()
+    }
+
+    /// Submits as soon as there is room.
+    fn submit_in_time(
+        &mut self,
+        session: SessionId,
+        direction: Direction,
+        ranges: &[(u64, u64, u64)],
+    ) -> OpId {
+        for _ in 0..PATIENCE {
+            match self.submit(session, direction, ranges) {
+                Err(Refused::Busy) => self.pump(),
+                taken => return taken.expect("a good batch is taken"),
+            }
+        }
+        panic!("no room for {} ranges; seen: {:?}", ranges.len(), self.seen);
+    }
+
+    /// Waits until no byte of a session lands any more.
+    pub(super) fn settle(&mut self, session: SessionId) {
+        let ticket = QuiesceTicket(self.next_op().0);
+        self.quiesce(session, ticket);
+    }
+
+    /// Moves ranges of bytes that were not there before, and compares all bytes of both sides.
+    pub(super) fn assert_moves(
+        &mut self,
+        session: SessionId,
+        direction: Direction,
+        ranges: &[(u64, u64, u64)],
+    ) {
+        let (source, target) = if direction == Direction::Write { (0, 1) } else { (1, 0) };
+        let salt = self.next_op().0;
+        let byte = |at: u64| ((at + salt).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8;
+        let from: Vec<u8> = (0..MEMORY as u64).map(byte).collect();
+        let mut expected = vec![!salt as u8; MEMORY];
+        self.fixture.poke(source, 0, &from);
+        self.fixture.poke(target, 0, &expected);
+        for (local, remote, len) in ranges {
+            let (read, write) = if source == 0 { (*local, *remote) } else { (*remote, *local) };
+            let [read, write, len] = [read, write, *len].map(|it| it as usize);
+            expected[write..write + len].copy_from_slice(&from[read..read + len]);
+        }
+        let op = self.submit_in_time(session, direction, ranges);
+        let what =
+            format!("{direction:?} of {} ranges, the first of {}", ranges.len(), ranges[0].2);
+        assert_eq!(self.finish(op), Completion::Done, "{what}");
+        self.settle(session);
+        assert!(self.bytes(target) == expected, "{what} moved other bytes");
+        assert!(self.bytes(source) == from, "{what} changed its source");
+    }
+
     pub(super) fn next_op(&mut self) -> OpId {
         self.ops += 1;
         OpId(self.ops)

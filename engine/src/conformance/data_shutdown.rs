@@ -6,14 +6,6 @@ use crate::fabric::{
     RegionId, SessionId,
 };
 
-/// Submits `count` writes of 256 bytes in four slices.
-fn writes(rig: &mut DataHarness<'_>, session: SessionId, count: u64) -> Vec<OpId> {
-    let count = count.min(u64::from(rig.plane(0).caps().in_all.operations));
-    let ranges = |n: u64| [0, 1, 2, 3].map(|slice| (n * 64 + slice * 16, n * 64 + slice * 16, 16));
-    let write = |n| rig.submit(session, Direction::Write, &ranges(n)).expect("a write is taken");
-    (0..count).map(write).collect()
-}
-
 fn position(rig: &DataHarness<'_>, event: &DataEvent) -> usize {
     rig.seen[0].iter().position(|seen| seen == event).expect("it was seen")
 }
@@ -26,10 +18,10 @@ fn last_completion(rig: &DataHarness<'_>, ops: &[OpId]) -> usize {
 pub(super) fn quiet_answers_each_ticket_once(fixture: &mut dyn DataFixture) {
     let mut rig = DataHarness::connected(fixture);
     rig.plane(0).quiesce(SESSION, QuiesceTicket(1));
-    let first = writes(&mut rig, SESSION, 4);
+    let first = rig.writes(SESSION, 4);
     rig.plane(0).quiesce(SESSION, QuiesceTicket(2));
     rig.plane(0).quiesce(SESSION, QuiesceTicket(3));
-    let second = writes(&mut rig, SESSION, 4);
+    let second = rig.writes(SESSION, 4);
     rig.plane(0).quiesce(SESSION, QuiesceTicket(4));
     for op in first.iter().chain(&second) {
         assert_eq!(rig.finish(*op), Completion::Done);
@@ -61,7 +53,7 @@ pub(super) fn unknown_sessions_are_quiet(fixture: &mut dyn DataFixture) {
 
 pub(super) fn close_fails_operations_then_is_quiet(fixture: &mut dyn DataFixture) {
     let mut rig = DataHarness::connected(fixture);
-    let ops = writes(&mut rig, SESSION, 16);
+    let ops = rig.writes(SESSION, 16);
     rig.plane(0).quiesce(SESSION, QuiesceTicket(1));
     rig.plane(0).close(SESSION);
     rig.plane(0).close(SESSION);
@@ -84,13 +76,13 @@ pub(super) fn close_spares_other_sessions(fixture: &mut dyn DataFixture) {
     rig.connect(PEER, FENCE_KEY);
     rig.open(SESSION, PEER, &remote).expect("the session opens");
     rig.open(SessionId(8), PEER, &remote).expect("a second session opens");
-    writes(&mut rig, SESSION, 4);
-    let kept = writes(&mut rig, SessionId(8), 4);
+    rig.writes(SESSION, 4);
+    let kept = rig.writes(SessionId(8), 4);
     rig.plane(0).close(SESSION);
     for op in kept {
         assert_eq!(rig.finish(op), Completion::Done);
     }
-    let op = writes(&mut rig, SessionId(8), 1)[0];
+    let op = rig.writes(SessionId(8), 1)[0];
     assert_eq!(rig.finish(op), Completion::Done);
 }
 
@@ -130,7 +122,7 @@ pub(super) fn fence_keeps_the_pass_out(fixture: &mut dyn DataFixture) {
         let (peer, session, fence_key) = (PeerId(n), SessionId(2 * n), FENCE_KEY + u64::from(n));
         rig.connect(peer, fence_key);
         rig.open(session, peer, &remote).expect("the session opens");
-        let ops = writes(&mut rig, session, 8);
+        let ops = rig.writes(session, 8);
         (0..rounds).for_each(|_| rig.pump());
         fence(&mut rig, peer);
         rig.assert_untouched(1);
@@ -164,7 +156,7 @@ pub(super) fn new_pass_lets_in_again(fixture: &mut dyn DataFixture) {
     rig.connect(peer, FENCE_KEY + 1);
     rig.open(session, peer, &remote).expect("a session under the new fence key opens");
     let expected = rig.bytes(0)[..64].to_vec();
-    let op = writes(&mut rig, session, 1)[0];
+    let op = rig.writes(session, 1)[0];
     assert_eq!(rig.finish(op), Completion::Done);
     rig.quiesce(session, QuiesceTicket(1));
     assert!(rig.bytes(1)[..64] == expected, "the new fence key moves bytes");
@@ -183,7 +175,7 @@ pub(super) fn wrong_pass_reaches_nothing(fixture: &mut dyn DataFixture) {
 
 pub(super) fn deregister_waits_for_own_operations(fixture: &mut dyn DataFixture) {
     let mut rig = DataHarness::connected(fixture);
-    let ops = writes(&mut rig, SESSION, 4);
+    let ops = rig.writes(SESSION, 4);
     assert_eq!(rig.plane(0).deregister(REGION), Err(Refused::Busy));
     for op in ops {
         assert_eq!(rig.finish(op), Completion::Done);
@@ -203,7 +195,7 @@ pub(super) fn deregister_ends_remote_access(fixture: &mut dyn DataFixture) {
         let (region, session) = (RegionId(20), SessionId(n));
         let remote = rig.register(1, region);
         rig.open(session, PEER, &remote).expect("the session opens");
-        let ops = writes(&mut rig, session, 8);
+        let ops = rig.writes(session, 8);
         (0..rounds).for_each(|_| rig.pump());
         rig.plane(1).deregister(region).expect("only own operations keep a region");
         rig.assert_untouched(1);
@@ -223,7 +215,7 @@ pub(super) fn deregister_ends_remote_access(fixture: &mut dyn DataFixture) {
 
 pub(super) fn peer_death_fails_operations(fixture: &mut dyn DataFixture) {
     let mut rig = DataHarness::connected(fixture);
-    let mut ops = writes(&mut rig, SESSION, 4);
+    let mut ops = rig.writes(SESSION, 4);
     // What a real process did before its end is done.
     let early = if rig.fixture.runs_by_itself() { ops.len() } else { 0 };
     if !rig.fixture.kill() {

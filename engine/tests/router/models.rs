@@ -3,7 +3,7 @@
 use crate::closed::{fit, one};
 use crate::discovery::{DiscoveryBench, done, native, sent};
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::ids::{ClientId, EngineId};
 use kvferry_engine::core::message::{
     MODEL_NAME_MAX, MODELS_MAX, Mode, Registration, Role, ServedModels,
 };
@@ -24,6 +24,15 @@ fn register(bench: &mut DiscoveryBench, name: &str, models: Option<Arc<ServedMod
 }
 
 fn ask(bench: &mut DiscoveryBench, model: Option<&str>) -> Vec<RouterEffect> {
+    ask_engines(bench, model, None)
+}
+
+/// The same for engines that alone may serve it.
+fn ask_engines(
+    bench: &mut DiscoveryBench,
+    model: Option<&str>,
+    engines: Option<&[&str]>,
+) -> Vec<RouterEffect> {
     let client = ClientId(bench.clients);
     bench.clients += 1;
     let prompts = vec![RoutedPrompt { tokens: 10, prefix: [].into() }];
@@ -34,7 +43,7 @@ fn ask(bench: &mut DiscoveryBench, model: Option<&str>) -> Vec<RouterEffect> {
         samples: 1,
         output: 4,
         model,
-        engines: None,
+        engines: engines.map(|names| names.iter().map(|name| EngineId::from(*name)).collect()),
     }))
 }
 
@@ -79,6 +88,24 @@ fn model_that_one_role_serves_is_refused_at_once_with_the_role_that_lacks_it() {
     register(&mut bench, "d0", served(&["a", "lora"]));
     register(&mut bench, "p0", served(&["a"]));
     assert_eq!(sent(ask(&mut bench, Some("lora"))).len(), 1);
+}
+
+#[test]
+fn request_that_names_engines_is_served_by_them_alone_and_holds_up_no_other() {
+    let mut bench = DiscoveryBench::new(RouterConfig::default());
+    for name in ["p0", "p1", "d0", "d1"] {
+        register(&mut bench, name, None);
+    }
+    let served = |legs: Vec<RouterEffect>| -> Vec<String> {
+        sent(legs).iter().map(|leg| leg.engine.to_string()).collect()
+    };
+    for _ in 0..3 {
+        assert_eq!(served(ask_engines(&mut bench, None, Some(&["p1", "d0"]))), ["p1", "d0"]);
+    }
+    assert_eq!(ask_engines(&mut bench, None, Some(&["p0", "d2"])), [], "d2 may come");
+    assert_eq!(served(ask(&mut bench, None)), ["p0", "d1"]);
+    let effects = bench.give(RouterInput::Register(one("d2")));
+    assert_eq!(served(effects), ["p0", "d2"]);
 }
 
 #[test]

@@ -312,6 +312,7 @@ mod tests {
             }
         }
     }
+
     fn stream(of: Option<u32>) -> WorkloadStream {
         WorkloadStream {
             of,

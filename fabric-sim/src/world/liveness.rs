@@ -102,12 +102,22 @@ impl Simulation {
             self.quiescence.core.contains(name) && instance.process.is_some() && !instance.paused
         };
         let members: Vec<u16> = (0..self.instances.len() as u16).filter(is_member).collect();
-        let spec = |index: u16| &self.instances[usize::from(index)].spec;
+        self.fitting_pairs(&members, |index| &self.instances[usize::from(index)].spec)
+    }
+
+    /// Pairs of these instances that fit each other in these shapes, the prefill first.
+    fn fitting_pairs<'a>(
+        &self,
+        members: &[u16],
+        spec: impl Fn(u16) -> &'a InstanceSettings,
+    ) -> Vec<(u16, u16)> {
         let pairs = members.iter().flat_map(|p| members.iter().map(|d| (*p, *d)));
-        let fit = |(p, d): &(u16, u16)| {
-            spec(*p).role == Role::Prefill && fits(&self.run.model, spec(*p), spec(*d))
+        let is_fit = |(p, d): &(u16, u16)| {
+            spec(*p).role == Role::Prefill
+                && self.parts(*p) != self.parts(*d)
+                && fits(&self.run.model, spec(*p), spec(*d))
         };
-        pairs.filter(fit).collect()
+        pairs.filter(is_fit).collect()
     }
 
     /// The router is always in the core; here come a prefill and a decode that fit each other, if
@@ -115,19 +125,14 @@ impl Simulation {
     fn draw_core(&self) -> BTreeSet<u16> {
         let keyed = KeyedRng::new(self.run.seed);
         let specs: Vec<InstanceSettings> = self.instances.iter().map(SimInstance::next).collect();
-        let spec = |index: u16| &specs[usize::from(index)];
-        let all = 0..self.instances.len() as u16;
-        let pairs = all.clone().flat_map(|p| all.clone().map(move |d| (p, d)));
-        let apart = |(p, d): &(u16, u16)| self.parts(*p) != self.parts(*d);
-        let fit = |pair: &(u16, u16)| {
-            let (p, d) = *pair;
-            p < d && apart(pair) && fits(&self.run.model, spec(p), spec(d))
-        };
-        let pairs: Vec<(u16, u16)> = pairs.filter(fit).collect();
+        let all: Vec<u16> = (0..self.instances.len() as u16).collect();
+        let pairs = self.fitting_pairs(&all, |index| &specs[usize::from(index)]);
         let drawn = keyed.below(PAIR, 0, 0, pairs.len() as u64) as usize;
         let mut core: BTreeSet<u16> =
             pairs.get(drawn).map_or(BTreeSet::new(), |(p, d)| [*p, *d].into());
-        core.extend(all.filter(|index| keyed.draw(MEMBER, u64::from(*index), 0) & 1 == 1));
+        core.extend(
+            all.into_iter().filter(|index| keyed.draw(MEMBER, u64::from(*index), 0) & 1 == 1),
+        );
         core.into_iter().flat_map(|index| self.parts(index)).collect()
     }
 

@@ -123,7 +123,7 @@ fn start(
     let jobs = jobs.map_or_else(cores, |jobs| jobs.get());
     for again in [RerunPolicy::Never, RerunPolicy::Always] {
         let mut trial = Trial { name: name.clone(), folder: folder.into(), again, deadline: None };
-        let first = trial.run(table(text.into()));
+        let first = trial.run(table(text.into()), text);
         let cause = first.as_ref().and_then(|first| FailureCause::of(&first.outcome));
         let (Some(first), Some(cause)) = (first, cause) else { continue };
         trial.deadline = Some(deadline);

@@ -49,15 +49,16 @@ impl Trial {
         self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
-    /// Runs a scenario; none if it cannot be used.
-    pub(super) fn run(&self, file: Table) -> Option<FailingScenario> {
-        let scenario = parse(&self.name, &written(&file), &self.folder, None).ok()?;
+    /// Runs a scenario, given as a table and as its text; none if it cannot be used or does not fail.
+    pub(super) fn run(&self, file: Table, text: &str) -> Option<FailingScenario> {
+        let scenario = parse(&self.name, text, &self.folder, None).ok()?;
         let seed = scenario.seed()?;
-        let run = scenario.draw(seed).ok()?;
         let setup = RunSetup::plain(ScenarioSource::File(self.name.clone().into()));
         let mut watch = |_, _| assert!(!self.is_over(), "no time is left");
         let ran = setup.run_seed(&scenario, seed, self.again, &mut watch);
         let (outcome, _) = ran.ok()?;
+        FailureCause::of(&outcome)?;
+        let run = scenario.draw(seed).ok()?;
         Some(FailingScenario { file, run, outcome })
     }
 }
@@ -133,15 +134,16 @@ impl Search {
 
     /// Takes the first of these candidates that fails alike, and says which it is.
     pub(super) fn first(&mut self, candidates: Vec<Table>) -> Option<usize> {
-        let hash = |file: &Table| <[u8; 32]>::from(Sha256::digest(written(file)));
-        let hashes: Vec<_> = candidates.iter().map(hash).collect();
+        let texts: Vec<String> = candidates.iter().map(written).collect();
+        let hash = |text: &String| <[u8; 32]>::from(Sha256::digest(text));
+        let hashes: Vec<_> = texts.iter().map(hash).collect();
         let is_new = |at: &usize| self.known.get(&hashes[*at]) != Some(&false);
         let open: Vec<usize> = (0..candidates.len()).filter(is_new).collect();
         for some in open.chunks(self.jobs) {
             if self.is_over() {
                 return None;
             }
-            let ran = self.run_all(some, &candidates);
+            let ran = self.run_all(some, (&candidates, &texts));
             self.runs += some.len() as u64;
             for (at, ran) in some.iter().zip(ran) {
                 let taken = ran.filter(|ran| self.is_alike(ran));
@@ -157,11 +159,15 @@ impl Search {
         None
     }
 
-    fn run_all(&self, some: &[usize], candidates: &[Table]) -> Vec<Option<FailingScenario>> {
+    fn run_all(
+        &self,
+        some: &[usize],
+        (candidates, texts): (&[Table], &[String]),
+    ) -> Vec<Option<FailingScenario>> {
         thread::scope(|scope| {
             let run = |at: &usize| {
-                let candidate = candidates[*at].clone();
-                scope.spawn(|| self.trial.run(candidate))
+                let (candidate, text) = (candidates[*at].clone(), &texts[*at]);
+                scope.spawn(move || self.trial.run(candidate, text))
             };
             let running: Vec<_> = some.iter().map(run).collect();
             let ended = running.into_iter().map(|one| one.join().expect("runs are guarded"));

@@ -25,6 +25,10 @@ use crate::fabric::Endpoint;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
+/// Times in a row that the ranks of a peer that still answers are connected anew, before the
+/// connection is ended.
+pub const REBUILDS_MAX: u32 = 5;
+
 /// Who a prefill or decode core is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CoreConfig {

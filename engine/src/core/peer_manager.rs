@@ -22,6 +22,7 @@ use super::time::Nanos;
 use super::timers::Timers;
 use crate::fabric::{ControlEvent, Endpoint};
 use payload_peers::PayloadPeers;
+use rebuilds::PeerRebuilds;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -160,8 +161,7 @@ pub(super) struct PeerManager {
     /// How many things are under way with a peer, and with all.
     uses: BTreeMap<ConnectionId, u32>,
     uses_total: u32,
-    /// Times in a row that a live peer was connected anew.
-    rebuilds: BTreeMap<ConnectionId, u32>,
+    rebuilds: PeerRebuilds,
     timers: Timers<PeerManagerTimer>,
     violations: u32,
 }
@@ -220,7 +220,7 @@ impl PeerManager {
             fencing: BTreeMap::new(),
             uses: BTreeMap::new(),
             uses_total: 0,
-            rebuilds: BTreeMap::new(),
+            rebuilds: PeerRebuilds::default(),
             timers: Timers::default(),
             violations: 0,
         }
@@ -463,7 +463,7 @@ impl PeerManager {
             }
             self.events.push(PeerManagerEvent::Peer(event));
             if let Some(connection) = lost {
-                self.rebuilds.remove(&connection);
+                self.rebuilds.forget(connection);
                 self.timers.cancel(&PeerManagerTimer::Rebuild(connection));
                 self.fence(connection, turn);
             }
@@ -506,9 +506,7 @@ impl PeerManager {
                 self.unusable = Some(failure.clone());
                 self.events.push(PeerManagerEvent::Unusable { failure });
             }
-            TransferReport::PeerReady { peer } => {
-                self.rebuilds.remove(&peer);
-            }
+            TransferReport::PeerReady { peer } => self.rebuilds.ready(peer, rank),
             TransferReport::PeerFailed { peer, failure } if peer.is_moriio() => {
                 // Nobody else says that it is gone.
                 if let Some(moriio) = &mut self.moriio {
@@ -553,13 +551,10 @@ impl PeerManager {
         if self.peers.info(connection).is_none() {
             return;
         }
-        let tries = self.rebuilds.entry(connection).or_default();
-        if *tries < REBUILDS_MAX {
-            let pause = self.rebuild_delay.scale(1 << *tries, 1);
-            *tries += 1;
+        if let Some(before) = self.rebuilds.failed(connection, self.tp) {
+            let pause = self.rebuild_delay.scale(1 << before, 1);
             self.timers.arm(PeerManagerTimer::Rebuild(connection), turn.now + pause);
         } else {
-            self.rebuilds.remove(&connection);
             let unacked_releases =
                 self.peers.close(connection, &mut peer_turn(turn, &mut self.peer_events));
             let failure = Failure::Unreachable;

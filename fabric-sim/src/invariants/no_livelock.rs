@@ -7,8 +7,9 @@ use super::{CheckContext, Invariant};
 use crate::abilities::caps;
 use crate::observation::{BlockRef, Observation, ObservationKind, SimProcessId, SimRankId};
 use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::config::REBUILDS_MAX;
 use kvferry_engine::core::dialect::native::Frame;
-use kvferry_engine::core::ids::ClientId;
+use kvferry_engine::core::ids::{ClientId, ConnectionId, RankSet};
 use kvferry_engine::core::message::{FlowState, TransferJob, TransferReport};
 use kvferry_engine::core::router::LegBody;
 use kvferry_engine::core::time::Nanos;
@@ -26,6 +27,14 @@ struct UnansweredDials {
     since: Nanos,
     count: u64,
     told: bool,
+}
+
+/// Sets of sessions to a peer, each of which a rank did not open.
+#[derive(Debug, Default)]
+struct PeerTries {
+    count: u32,
+    /// Ranks that have not opened those of the last one.
+    unready: RankSet,
 }
 
 /// Operations of a rank that failed, without one between that succeeded.
@@ -52,6 +61,7 @@ pub(super) struct NoLivelock {
     /// target, whereas each rank that is written to is another.
     sources_max: u64,
     dials: BTreeMap<(SimProcessId, u16), UnansweredDials>,
+    peers: BTreeMap<(SimProcessId, ConnectionId), PeerTries>,
     /// Flows that a core has started, and that a rank has ended.
     started: BTreeMap<SimProcessId, u64>,
     ended: BTreeMap<SimRankId, u64>,
@@ -115,6 +125,24 @@ impl NoLivelock {
         (count > limit || is_hammered).then_some((count + busy as u32, limit))
     }
 
+    /// Counts a set of sessions of a core to a peer; how many none of which came about, if that are too
+    /// many.
+    fn connected(&mut self, who: SimProcessId, peer: ConnectionId, tp: u16) -> Option<u32> {
+        let tries = self.peers.entry((who, peer)).or_default();
+        tries.count += 1;
+        tries.unready = RankSet::first(tp);
+        (tries.count == REBUILDS_MAX + 2).then_some(tries.count)
+    }
+
+    /// A rank has opened its sessions to a peer.
+    fn ready(&mut self, from: SimRankId, peer: ConnectionId) {
+        let Some(tries) = self.peers.get_mut(&(from.who, peer)) else { return };
+        tries.unready.remove(from.rank);
+        if tries.unready.is_empty() {
+            self.peers.remove(&(from.who, peer));
+        }
+    }
+
     /// Counts a dial; how many there were in how long a time, if that are too many.
     fn dialled(&mut self, now: Nanos, from: SimProcessId, to: u16) -> Option<(u64, Nanos)> {
         let none = UnansweredDials { since: now, count: 0, told: false };
@@ -160,6 +188,18 @@ impl Invariant for NoLivelock {
             }
             Observation::FrameArrived { from, to, frame: Frame::Welcome(_) } => {
                 self.dials.remove(&(*to, from.instance));
+            }
+            Observation::Job { who, job: TransferJob::Peer { peer, .. } } => {
+                let tp = now.state.place(who.instance).map_or(1, |place| place.spec.tp);
+                if let Some(count) = self.connected(*who, *peer, tp) {
+                    let name = now.name(who.instance);
+                    now.report(|| {
+                        format!("{name} connected its ranks to a peer {count} times in vain")
+                    });
+                }
+            }
+            Observation::Report { from, report: TransferReport::PeerReady { peer } } => {
+                self.ready(*from, *peer);
             }
             Observation::Job {
                 who,
@@ -217,9 +257,11 @@ mod tests {
         D0, InvariantBench, InvariantId, P0, decode_body, done, failed, finished_answer,
         prefill_body,
     };
-    use kvferry_engine::core::ids::{ConnectionId, FlowId, SourceId};
+    use kvferry_engine::core::ids::{FlowId, SourceId};
+    use kvferry_engine::core::layout::{Geometry, KvGroup};
     use kvferry_engine::fabric::{Direction, Landed};
     use kvferry_scenarios::lists::FaultKind;
+    use std::sync::Arc;
 
     fn bench() -> InvariantBench {
         InvariantBench::new(InvariantId::NoLivelock)
@@ -264,6 +306,30 @@ mod tests {
         bench.holds();
         dial(&mut bench, 5_000, Nanos::from_ms(50));
         bench.fails("s in vain");
+    }
+
+    #[test]
+    fn sets_of_sessions_in_vain_are_limited() {
+        let geometry = Arc::new(Geometry::new("model", 1, vec![KvGroup::full(16, 0..1)]));
+        for (ready, held) in [(&[0, 1][..], true), (&[1], false)] {
+            let mut bench = InvariantBench::with(InvariantId::NoLivelock, |run| {
+                run.instances.iter_mut().for_each(|one| one.tp = 2);
+            });
+            let peer = ConnectionId(1);
+            for _ in 0..REBUILDS_MAX + 2 {
+                let (geometry, ranks) = (geometry.clone(), Arc::new(Vec::new()));
+                let job = &TransferJob::Peer { peer, geometry, ranks, fence_key: 0 };
+                bench.see(Observation::Job { who: D0, job });
+                for rank in ready {
+                    let from = SimRankId { who: D0, rank: *rank };
+                    bench.see(Observation::Report {
+                        from,
+                        report: &TransferReport::PeerReady { peer },
+                    });
+                }
+            }
+            bench.judges(held, "d0 connected its ranks to a peer 7 times in vain");
+        }
     }
 
     #[test]

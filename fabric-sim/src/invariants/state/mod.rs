@@ -30,7 +30,7 @@ use std::collections::{BTreeMap, BTreeSet};
 #[derive(Debug)]
 pub(crate) struct TrackedInstance {
     name: String,
-    spec: InstanceSettings,
+    pub(crate) spec: InstanceSettings,
     pub(crate) role: Role,
     /// Its newest incarnation, none before its first start.
     pub(crate) incarnation: Option<u32>,

@@ -143,7 +143,13 @@ fn notes() -> Vec<PayloadNote> {
         PayloadNote::Want { place: place(stream.chunk(300)) },
         PayloadNote::Unwant { place: place(stream.whole()) },
         PayloadNote::Done { number, got: true },
-        PayloadNote::Offer { place: place(stream.chunk(0)), number, bytes, generation },
+        PayloadNote::Offer {
+            place: place(stream.chunk(0)),
+            number,
+            bytes,
+            generation,
+            is_chunk: true,
+        },
         PayloadNote::Absent { place: place(stream.chunk(0)), has_stage: true },
         PayloadNote::Settled { number },
     ];

@@ -8,6 +8,7 @@ use crate::cluster::{Cluster, HostSettings, PAGE, WayFaults, prefill_name};
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::payload::*;
+use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::core::{Machine, Nanos};
 
 const THINKER: PayloadClient = PayloadClient(0);
@@ -59,6 +60,17 @@ impl HostBench {
     }
 
     fn put(&mut self, host: usize, key: PayloadKey, bytes: u64, receivers: u32) {
+        let is_chunk = key.chunk.is_some();
+        self.put_as(host, (key, is_chunk), bytes, receivers);
+    }
+
+    fn put_as(
+        &mut self,
+        host: usize,
+        (key, is_chunk): (PayloadKey, bool),
+        bytes: u64,
+        receivers: u32,
+    ) {
         let hook = PayloadHook::Reserve { ticket: 1, bytes, wait: Nanos::ZERO };
         self.tell(host, THINKER, hook);
         let Some((_, _, PayloadAnswer::Reserved { slot, offset, .. })) = self.cluster.answers.pop()
@@ -68,7 +80,6 @@ impl HostBench {
         self.stamp += 1;
         let pages = (offset / PAGE) as usize..((offset + bytes).div_ceil(PAGE)) as usize;
         self.cluster.hosts[host].memory[pages].fill(self.stamp);
-        let is_chunk = key.chunk.is_some();
         self.tell(host, THINKER, PayloadHook::Put { slot, key, receivers, is_chunk });
     }
 
@@ -179,6 +190,34 @@ fn what_is_lost_on_the_way_or_twice_there_moves_once() {
     bench.cluster.faults = WayFaults::default();
     bench.pass(20_000);
     bench.at_rest();
+}
+
+#[test]
+fn bytes_that_fail_to_come_between_successes_are_read_again_each_time() {
+    let tries = 1 + TransferSettings::default().retries_max;
+    let mut bench = HostBench::new(2, 16);
+    bench.put(0, chunk(0), 5, 10);
+    let gets = |bench: &mut HostBench, failing_fetches: u32| {
+        bench.cluster.reads_to_fail = failing_fetches * tries;
+        bench.until_told();
+        bench.told()
+    };
+    for client in [TALKER, OTHER] {
+        bench.want(1, client, chunk(0));
+    }
+    for _ in 0..5 {
+        let told = gets(&mut bench, 2);
+        let [(_, client, PayloadAnswer::Arrived { claim, .. })] = told[..] else {
+            panic!("{told:?}")
+        };
+        bench.tell(1, client, PayloadHook::Release { claim });
+        bench.want(1, client, chunk(0));
+    }
+    let told = gets(&mut bench, 3);
+    let is_not_moved = |(.., answer): &(usize, PayloadClient, PayloadAnswer)| {
+        matches!(answer, PayloadAnswer::Missing { failure: PayloadFailure::NotMoved(_), .. })
+    };
+    assert!(told.len() == 2 && told.iter().all(is_not_moved), "{told:?}");
 }
 
 #[test]
@@ -460,7 +499,7 @@ fn what_has_no_room_in_the_pool_is_refused_with_both_sizes() {
     bench.pass(50);
     let place = ScopedKey { deployment: "a".into(), key: chunk(0) };
     let bytes = 9 * PAGE;
-    let note = PayloadNote::Offer { place, number: 1, bytes, generation: 1 };
+    let note = PayloadNote::Offer { place, number: 1, bytes, generation: 1, is_chunk: true };
     let told = DirectoryNews::Told { peer: prefill_name(0), incarnation: Incarnation(1), note };
     bench.cluster.payload(1, PayloadInput::DecodePeer(told));
     assert_eq!(bench.missing(), PayloadFailure::TooLong { bytes, pool: 8 * PAGE });

@@ -95,6 +95,8 @@ pub(crate) struct Cluster {
     pub(crate) now: Nanos,
     pub(crate) hosts: Vec<ClusterHost>,
     pub(crate) faults: WayFaults,
+    /// The next so many reads fail.
+    pub(crate) reads_to_fail: u32,
     /// Frames that nobody gets, between these hosts.
     pub(crate) cut: Vec<(usize, usize)>,
     settings: HostSettings,
@@ -149,6 +151,7 @@ impl Cluster {
             now: Nanos::ZERO,
             hosts: Vec::new(),
             faults: WayFaults::default(),
+            reads_to_fail: 0,
             cut: Vec::new(),
             settings,
             queue: BTreeMap::new(),

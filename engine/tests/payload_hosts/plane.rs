@@ -73,10 +73,12 @@ impl Cluster {
     /// failed.
     fn submit(&mut self, host: usize, op: OpId, session: SessionId, slices: Slices) {
         let (moves, fails) = (self.delay() + 20, self.chance(self.faults.failed));
+        let is_next = self.reads_to_fail > 0;
+        self.reads_to_fail -= u32::from(is_next);
         let read = FlyingRead { session, slices, has_moved: false, has_completed: false };
         self.hosts[host].reads.insert(op, read);
         self.post(moves, host, HostPart::Decode, ClusterInput::Move(op));
-        if fails {
+        if fails || is_next {
             let us = self.delay();
             self.complete(us, host, op, Some(FabricError::AckTimeout));
         }

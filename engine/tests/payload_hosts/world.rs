@@ -179,16 +179,20 @@ impl HostWorld {
             _ => self.cluster.hosts[host].memory[pages.0 as usize],
         };
         let client = &mut self.clients[host][at];
+        let deployment = client.deployment;
         assert!(client.wants.remove(&key).is_some(), "{key} was wanted");
+        client.claims.push(HostClaim { claim, key: key.clone(), pages, stamp, is_taken: false });
         if let Some(put) = self.puts.get_mut(&stamp) {
-            let said = (client.deployment, &key, place.1);
+            let said = (deployment, &key, place.1);
             assert_eq!((put.deployment, &put.key, put.bytes), said, "{stamp} is another payload");
             put.out += 1;
             assert!(put.out <= put.receivers, "{key} goes to {} at once: {put:?}", put.out);
+            if put.is_chunk && put.host != host && key.chunk == Some(0) {
+                self.begins_anew((host, deployment), &key.stream, false);
+            }
         } else {
             assert_eq!((stamp, place.1), (0, 0), "{key} was never put");
         }
-        client.claims.push(HostClaim { claim, key, pages, stamp, is_taken: false });
         self.check(host, pages, stamp);
     }
 
@@ -368,7 +372,7 @@ impl HostWorld {
             self.puts.get_mut(&old).expect("it was put").is_over = true;
         }
         if is_chunk && key.chunk == Some(0) {
-            self.begins_anew((host, deployment), &key.stream);
+            self.begins_anew((host, deployment), &key.stream, true);
         }
         self.lose_copies(host, |put| (put.deployment, &put.key) == (deployment, &key));
         self.tell(host, id, PayloadHook::Put { slot, key, receivers, is_chunk });
@@ -383,13 +387,15 @@ impl HostWorld {
         }
     }
 
-    /// A stream begins anew: nobody gets its later chunks, nor knows what became of them.
-    fn begins_anew(&mut self, of: (usize, usize), stream: &PayloadStream) {
+    /// A stream begins anew, here or elsewhere: nobody gets its later chunks that were put here, nor
+    /// knows what became of what was.
+    fn begins_anew(&mut self, of: (usize, usize), stream: &PayloadStream, is_here: bool) {
         let puts = &mut self.puts;
         self.latest.retain(|(host, deployment, key), stamp| {
             let put = puts.get_mut(stamp).expect("it was put");
-            let is_its = (*host, *deployment) == of && key.stream == *stream && key.chunk > Some(0);
-            put.is_over |= is_its && put.is_chunk;
+            let is_later = !is_here || key.chunk > Some(0);
+            let is_its = (*host, *deployment) == of && key.stream == *stream && is_later;
+            put.is_over |= is_its && is_here && put.is_chunk;
             !is_its || !put.is_over && put.out < put.receivers
         });
     }
@@ -524,7 +530,13 @@ impl HostWorld {
             4 if to_source => PayloadNote::Want { place },
             // One that says that somebody may put it is waited for.
             4 => PayloadNote::Absent { place, has_stage: false },
-            5 => PayloadNote::Offer { place, number, bytes: number * 999, generation: number },
+            5 => PayloadNote::Offer {
+                place,
+                number,
+                bytes: number * 999,
+                generation: number,
+                is_chunk: what & 16 == 0,
+            },
             6 => PayloadNote::Settled { number },
             _ => PayloadNote::Missing { place, failure: PayloadFailure::Ended },
         };

@@ -450,7 +450,11 @@ impl PayloadCore {
         turn: &mut PayloadTurn<'_>,
     ) {
         if let Some(ask) = self.asks.get_mut(place) {
-            ask.failed = if failure.is_some() { ask.failed + 1 } else { 0 };
+            ask.failed = match failure {
+                Some(_) => ask.failed + 1,
+                None if planted!("failed-fetches-of-a-life-count") => ask.failed,
+                None => 0,
+            };
             if let Some(failure) = failure.filter(|_| ask.failed >= FETCHES_MAX) {
                 ask.failed = 0;
                 let failure = PayloadFailure::NotMoved(failure.to_string().into());

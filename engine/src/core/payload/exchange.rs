@@ -18,6 +18,8 @@ pub(super) struct CopyOrigin {
     pub(super) incarnation: Incarnation,
     /// As that host counts.
     pub(super) generation: u64,
+    /// True if it is a chunk of the stream that its key names.
+    pub(super) is_chunk: bool,
 }
 
 /// A payload that was put, until all its receivers have taken it. It owns its slot, as each claim
@@ -26,7 +28,7 @@ pub(super) struct CopyOrigin {
 pub(super) struct HeldPayload {
     pub(super) slot: SlotId,
     generation: u64,
-    /// True if it is a chunk of the stream that its key names.
+    /// True if it is a chunk of the stream that its key names, and was put here.
     pub(super) is_chunk: bool,
     /// Receivers that are still to come.
     left: u32,
@@ -49,6 +51,11 @@ impl HeldPayload {
     /// True if there is some of it for whoever comes.
     pub(super) fn is_free(&self) -> bool {
         self.left > 0
+    }
+
+    /// True if it is a chunk of its stream, wherever it was put.
+    pub(super) fn was_put_as_chunk(&self) -> bool {
+        self.is_chunk || self.origin.as_ref().is_some_and(|origin| origin.is_chunk)
     }
 }
 

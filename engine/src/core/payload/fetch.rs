@@ -80,8 +80,8 @@ impl PayloadCore {
         turn: &mut PayloadTurn<'_>,
     ) {
         match note {
-            PayloadNote::Offer { place, number, bytes, generation } => {
-                let origin = CopyOrigin { host: peer, incarnation, generation };
+            PayloadNote::Offer { place, number, bytes, generation, is_chunk } => {
+                let origin = CopyOrigin { host: peer, incarnation, generation, is_chunk };
                 self.offered(place, origin, (number, bytes), turn);
             }
             PayloadNote::Missing { place, failure } => {
@@ -305,7 +305,8 @@ impl PayloadCore {
         let PayloadFetch { place, origin, .. } = fetch;
         let host = (origin.host.clone(), origin.incarnation);
         self.stream_host.insert(place.stream(), host);
-        if place.key.chunk == Some(0) {
+        let is_chunk = origin.is_chunk || planted!("a-whole-payload-begins-a-stream");
+        if is_chunk && place.key.chunk == Some(0) {
             self.begun_elsewhere(&place.stream());
         }
         match slot {

@@ -65,6 +65,8 @@ pub enum PayloadNote {
         bytes: u64,
         /// Of two payloads with one key the later has the larger number.
         generation: u64,
+        /// True if it is a chunk of the stream that its key names.
+        is_chunk: bool,
     },
     /// Who puts: it does not come.
     Missing { place: ScopedKey, failure: PayloadFailure },

@@ -43,6 +43,8 @@ struct PayloadLoan {
     host: PeerHost,
     claim: ClaimId,
     place: ScopedKey,
+    /// It is a chunk of its stream.
+    is_chunk: bool,
     /// The prefill core has not let go of it.
     is_pulled: bool,
     /// What the host said of it: whether it has it.
@@ -411,8 +413,10 @@ impl PayloadCore {
             of.wants.remove(&place);
             of.loans += 1;
         }
+        let is_chunk = self.payloads.get(&place).is_some_and(HeldPayload::was_put_as_chunk);
+        let (got, is_lost) = (None, false);
         self.pull(
-            PayloadLoan { host, claim, place, is_pulled: true, got: None, is_lost: false },
+            PayloadLoan { host, claim, place, is_chunk, is_pulled: true, got, is_lost },
             turn,
         );
     }
@@ -462,7 +466,8 @@ impl PayloadCore {
         let Some(claim) = self.claims.get(&loan.claim) else { return };
         let (_, bytes) = self.slots.place(claim.slot);
         let (place, generation) = (loan.place.clone(), claim.generation);
-        let note = PayloadNote::Offer { place, number, bytes, generation };
+        let is_chunk = loan.is_chunk;
+        let note = PayloadNote::Offer { place, number, bytes, generation, is_chunk };
         self.tell_receiver(loan.host, note, turn);
     }
 

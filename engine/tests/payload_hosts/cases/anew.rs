@@ -114,6 +114,24 @@ fn an_id_is_used_again_after_an_abort_on_another_host() {
 }
 
 #[test]
+fn whole_payload_of_another_host_begins_no_stream_anew() {
+    let hold = Nanos::from_ms(100);
+    let mut bench =
+        HostBench::with(2, PayloadConfig { hold, pool: 16 * PAGE, ..PayloadConfig::default() });
+    bench.join(1, THINKER, "0");
+    bench.put_as(0, (chunk(1), false), 5, 1);
+    bench.pass(200);
+    bench.want_from(1, chunk(1), 0);
+    bench.pass(50);
+    assert_eq!(bench.missing(), PayloadFailure::Expired);
+    bench.join(0, TALKER, "1");
+    bench.put_as(1, (chunk(0), false), 5, 1);
+    assert_eq!(gets(&mut bench, 0, chunk(0)), 2);
+    bench.want_from(0, chunk(1), 0);
+    assert_eq!(bench.missing(), PayloadFailure::Expired);
+}
+
+#[test]
 fn an_abort_where_nothing_was_put_is_no_answer_for_other_hosts() {
     let mut bench = HostBench::new(3, 16);
     let clean_up = PayloadHook::CleanUp { stream: chunk(0).stream, is_own: true };

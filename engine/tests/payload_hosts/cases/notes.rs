@@ -52,7 +52,8 @@ impl NoteBench {
 
     fn offer(&mut self, index: u64, number: u64) -> Vec<PayloadEffect> {
         let place = ScopedKey { deployment: "a".into(), key: chunk(index) };
-        let note = PayloadNote::Offer { place, number, bytes: 10, generation: number };
+        let note =
+            PayloadNote::Offer { place, number, bytes: 10, generation: number, is_chunk: true };
         let (peer, incarnation) = (prefill_name(1), Incarnation(1));
         let news = DirectoryNews::Told { peer, incarnation, note };
         self.tell(PayloadInput::DecodePeer(news))

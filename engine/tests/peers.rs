@@ -4,7 +4,7 @@
 mod peer_net;
 
 use kvferry_engine::core::Nanos;
-use kvferry_engine::core::channel::ChannelConfig;
+use kvferry_engine::core::channel::{ANSWERS_MAX, ChannelConfig};
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{ConnectionId, EngineId};
 use kvferry_engine::core::peers::PeerEvent;
@@ -394,8 +394,11 @@ fn closing_tells_the_other_side_and_gives_all_links_back() {
 fn a_full_queue_is_overload() {
     let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();
-    let accepted = (0..70_000).take_while(|_| net.send(DECODE, slot).is_ok()).count();
-    assert_eq!(accepted, 65_536);
+    let asked = (0..70_000).take_while(|_| net.ask(DECODE, slot).is_ok()).count();
+    assert_eq!(asked, 65_536);
+    assert_eq!(net.ask(DECODE, slot), Err(Failure::Overload));
+    let more = (0..70_000).take_while(|_| net.send(DECODE, slot).is_ok()).count();
+    assert_eq!(more, ANSWERS_MAX as usize, "which the peer waits for");
     assert_eq!(net.send(DECODE, slot), Err(Failure::Overload));
     net.run(SECOND);
     check_united(&net).unwrap();

@@ -44,6 +44,7 @@ use super::dialect::native::{self, ConnectionHeader, Frame, UnreadableFrame, Unr
 use super::error::Failure;
 use super::ids::Incarnation;
 use super::message::Message;
+use super::payload::PayloadNote;
 use super::time::Nanos;
 use crate::fabric::LinkId;
 use serde::{Deserialize, Serialize};
@@ -90,7 +91,8 @@ pub struct ChannelConfig {
     pub retransmit_max: Nanos,
     /// A peer of which nothing is heard for this long, though something is expected, is down.
     pub silent: Nanos,
-    /// Messages per peer that are not acknowledged; one more is `Overload`.
+    /// Messages per peer that are not acknowledged; one more is `Overload`, unless the peer waits for
+    /// it: see [`ANSWERS_MAX`].
     pub queue_max: u32,
     /// Peers at a time, with those that are being fenced; more are `Overload`.
     pub peers_max: u32,
@@ -124,6 +126,27 @@ impl ChannelConfig {
         (first, self.retransmit_max.max(first))
     }
 }
+
+/// True if the peer would wait for the message for ever. Who asks for something is told if it
+/// cannot be asked for; leases and sources end by themselves.
+pub(super) fn is_awaited(message: &Message) -> bool {
+    match message {
+        Message::Ask { .. }
+        | Message::Announce { .. }
+        | Message::Pull { .. }
+        | Message::Renew { .. }
+        | Message::Renewed { .. }
+        | Message::Release { .. } => false,
+        Message::Payload { note } => {
+            !matches!(note, PayloadNote::Want { .. } | PayloadNote::Done { .. })
+        }
+        _ => true,
+    }
+}
+
+/// Places beside `queue_max` for messages that the peer waits for, such as answers. A peer whose own
+/// questions find a full queue asks no more, so that only one that acknowledges nothing gets here.
+pub const ANSWERS_MAX: u32 = 65_536;
 
 /// Takes messages in order, each once.
 pub type Deliver<'a> = &'a mut dyn FnMut(Message);
@@ -248,7 +271,9 @@ impl Channel {
         message: Message,
         out: &mut dyn Commands,
     ) -> Result<(), Failure> {
-        if self.queue.len() >= self.queue_max || !native::fits(&message) {
+        let is_more = is_awaited(&message) && !planted!("answers-find-no-room");
+        let more = if is_more { ANSWERS_MAX as usize } else { 0 };
+        if self.queue.len() >= self.queue_max + more || !native::fits(&message) {
             return Err(Failure::Overload);
         }
         self.queue.push_back(message);

@@ -1,7 +1,7 @@
 //! What the gauges of the machines stay within, by their settings. This is the only list of limits:
 //! whoever checks gauges or raises alarms takes them from here.
 
-use super::channel::WINDOW;
+use super::channel::{ANSWERS_MAX, WINDOW};
 use super::config::CoreConfig;
 use super::heartbeat::BACKLOG_MAX;
 use super::ids::TP_MAX;
@@ -63,6 +63,7 @@ impl CoreConfig {
             blocks,
         ]
         .map(u64::from);
+        let unacked = queue + u64::from(ANSWERS_MAX);
         let (transfers, held, quarantined) = match self.role {
             // Keys with and without a request. Requests share the blocks of equal prefixes.
             Role::Prefill => (requests + early + flows, requests * blocks, 0),
@@ -70,8 +71,8 @@ impl CoreConfig {
         };
         // Messages, and fences; of a decode also what prefills are still to be told.
         let messages = match self.role {
-            Role::Prefill => peers * queue,
-            Role::Decode => peers * (2 * queue + requests),
+            Role::Prefill => peers * unacked,
+            Role::Decode => peers * (unacked + queue + requests),
         };
         let moriio = self.moriio.as_ref();
         let moriio = moriio.map_or([0; 5], |moriio| of_moriio(&moriio.settings, requests));

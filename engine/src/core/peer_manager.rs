@@ -2,8 +2,9 @@
 //! connection to the transfer actors, and the registration with the router.
 
 mod payload_peers;
+mod rebuilds;
 
-use super::channel::capability;
+use super::channel::{capability, is_awaited};
 use super::config::CoreConfig;
 use super::dialect::native::kind_of;
 use super::engine_core::{CoreEffect, CoreInput, CoreTurn};
@@ -25,24 +26,6 @@ use payload_peers::PayloadPeers;
 use rebuilds::PeerRebuilds;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-
-/// Times in a row that the ranks of a peer that still answers are connected anew, before the
-/// connection is ended.
-const REBUILDS_MAX: u32 = 5;
-
-/// True if the peer would wait for the message for ever. Who asks for something is told if it
-/// cannot be asked for; leases and sources end by themselves.
-fn is_awaited(message: &Message) -> bool {
-    !matches!(
-        message,
-        Message::Ask { .. }
-            | Message::Announce { .. }
-            | Message::Pull { .. }
-            | Message::Renew { .. }
-            | Message::Renewed { .. }
-            | Message::Release { .. }
-    )
-}
 
 /// Blocks of one request, per group.
 pub(super) type GroupBlocks = Arc<Vec<BlockList>>;

@@ -218,15 +218,29 @@ impl TestNet {
         slot
     }
 
-    /// Sends the next numbered message to a connection.
+    /// Sends the next numbered message to a connection, one that the peer waits for.
     pub(crate) fn send(&mut self, core: usize, slot: ConnectionId) -> Result<(), Failure> {
+        self.send_next(core, slot, |tag| Message::Cancel { tag })
+    }
+
+    /// The same with one that asks for something.
+    pub(crate) fn ask(&mut self, core: usize, slot: ConnectionId) -> Result<(), Failure> {
+        self.send_next(core, slot, |tag| Message::Renew { tag, count: 1 })
+    }
+
+    fn send_next(
+        &mut self,
+        core: usize,
+        slot: ConnectionId,
+        message: fn(AttemptTag) -> Message,
+    ) -> Result<(), Failure> {
         let TestCore { peers, commands, fresh: events, sent, incarnation, .. } =
             &mut self.cores[core];
         let turn = &mut PeerTurn { now: self.now, commands, events };
         let number = sent.get(&slot).copied().unwrap_or(0);
         let key = TransferKey { id: "t".into(), prompt: *incarnation as u32 };
         let tag = AttemptTag { key, sibling: slot.0, attempt: Attempt(number) };
-        peers.send(slot, Message::Cancel { tag }, turn)?;
+        peers.send(slot, message(tag), turn)?;
         sent.insert(slot, number + 1);
         self.perform(core);
         Ok(())

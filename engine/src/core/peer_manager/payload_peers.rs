@@ -67,12 +67,11 @@ impl PeerManager {
                 let peers = &self.payload_peers.peers;
                 let found = peers.iter().find(|(_, of)| is_it(of)).map(|(id, _)| *id);
                 let Some(connection) = found else { return };
-                // Others are what the peer waits for: one that is full of them ends.
                 let is_said_again =
                     matches!(note, PayloadNote::Want { .. } | PayloadNote::Done { .. });
                 let full = is_said_again
                     && !self.peers.has_room_for_more(connection)
-                    && !planted!("many-wants-end-a-connection");
+                    && !planted!("wants-without-room-are-lost");
                 if full {
                     let untold = DirectoryNews::Untold { peer, incarnation, note };
                     return turn.push(CoreEffect::Directory(untold));

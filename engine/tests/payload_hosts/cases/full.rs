@@ -109,6 +109,24 @@ fn a_host_of_which_much_is_wanted_hears_all_of_it() {
 }
 
 #[test]
+fn answers_beyond_a_full_queue_end_no_connection() {
+    let queue_max = 4;
+    let mut bench = HostBench::set(2, HostSettings { queue_max, ..settings(pool_of(16)) });
+    for index in 0..12 {
+        bench.want(1, TALKER, chunk(index));
+    }
+    bench.pass(60_000);
+    bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
+    bench.pass(1_000);
+    let told = bench.told();
+    let failures = told.iter().map(|(.., answer)| match answer {
+        PayloadAnswer::Missing { failure, .. } => failure.clone(),
+        answer => panic!("{answer:?}"),
+    });
+    assert_eq!(failures.collect::<Vec<_>>(), vec![PayloadFailure::Ended; 12]);
+}
+
+#[test]
 fn a_core_at_its_limit_refuses_nothing_for_good() {
     let core = |set: fn(&mut CoreSettings)| {
         let mut settings = settings(pool_of(64));

@@ -286,6 +286,20 @@ fn a_link_that_never_lasts_is_given_up() {
 }
 
 #[test]
+fn link_that_is_cut_after_each_message_is_replaced_each_time() {
+    let mut net = TestNet::ready(TestFaults::NONE);
+    let slot = net.reach();
+    for _ in 0..80 {
+        net.send(DECODE, slot).unwrap();
+        net.run(Nanos::from_ms(1_100));
+        net.cut_all();
+    }
+    assert_eq!(net.cores[DECODE].failures(), []);
+    net.run(SECOND);
+    check_united(&net).unwrap();
+}
+
+#[test]
 fn a_process_that_stood_still_does_not_blame_its_peers() {
     for span in [8, 60] {
         let mut net = TestNet::ready(TestFaults::NONE);

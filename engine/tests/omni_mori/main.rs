@@ -11,6 +11,7 @@ use kvferry_engine::core::dialect::moriio::descriptor::{
 use kvferry_engine::core::dialect::omni_mori::{
     ConnectorCall, PullAnswer, PullRequest, QueryAnswer,
 };
+use kvferry_engine::core::omni_mori::OmniMoriSettings;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -282,6 +283,27 @@ fn a_sender_that_cannot_be_reached_is_an_outcome() {
     }
     assert_eq!(world.missing.len(), 1);
     assert!(world.missing[0].contains("tcp://sender:1 cannot be reached"), "{:?}", world.missing);
+    world.finish();
+}
+
+/// Whoever waits long may see a sender fail often, as long as it answers between.
+#[test]
+fn failures_with_an_answer_between_end_no_fetch() {
+    let (mut world, tries) = (OmniMoriWorld::new(), OmniMoriSettings::default().tries_max);
+    world.step(WireStep::Fetch { key: 0, sender: 0 });
+    world.step(WireStep::Dialled { link: 0, up: true });
+    let [impossible_size, not_found] = [4, 3];
+    let says = |world: &mut OmniMoriWorld, how| {
+        world.step(WireStep::SenderSays { link: 0, how });
+        world.step(WireStep::Wait { ms: 100 });
+    };
+    for _ in 0..tries + 2 {
+        (1..tries).for_each(|_| says(&mut world, impossible_size));
+        says(&mut world, not_found);
+    }
+    assert!(world.missing.is_empty(), "{:?}", world.missing);
+    (0..tries).for_each(|_| says(&mut world, impossible_size));
+    assert_eq!(world.missing.len(), 1);
     world.finish();
 }
 

@@ -93,6 +93,8 @@ pub(crate) struct OmniMoriWorld {
 
 impl OmniMoriWorld {
     pub(crate) fn new() -> OmniMoriWorld {
+        #[cfg(feature = "planted")]
+        kvferry_engine::planted::plant_from_environment();
         let payloads =
             PayloadConfig { pool: POOL, hold: Nanos::from_secs(120), ..PayloadConfig::default() };
         let caps = Caps {

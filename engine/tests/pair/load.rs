@@ -11,23 +11,23 @@ use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::fabric::{Caps, Credits, FabricError, Landed, Placement, PlaneTimeouts};
 
-const TOKENS: u32 = 4 * BLOCK;
+pub(super) const TOKENS: u32 = 4 * BLOCK;
 
 /// As real planes have it: what has completed is there.
-fn placed(per_peer: Credits, in_all: Credits) -> Caps {
+pub(super) fn placed(per_peer: Credits, in_all: Credits) -> Caps {
     Caps { per_peer, in_all, placement: Placement::OnCompletion, ..caps() }
 }
 
-fn unlimited() -> Caps {
+pub(super) fn unlimited() -> Caps {
     placed(Credits::UNLIMITED, Credits::UNLIMITED)
 }
 
-fn request(n: u32) -> RequestId {
+pub(super) fn request(n: u32) -> RequestId {
     format!("d-{n}").into()
 }
 
 /// Prompt `n` is computed, and granted to its decode.
-fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
+pub(super) fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
     let key = TransferKey { id: format!("t{n}").into(), prompt: 0 };
     let leg = DecodeLeg::new(key.clone(), Mode::Pull, "prefill".into(), "prefill-control".into());
     let arrived = DecodeHook::Arrived { request: request(n), leg, tokens, prompt_hash: HASH };
@@ -45,7 +45,7 @@ fn offer(pair: &mut PairWorld, n: u32, tokens: u32) {
     pair.prefill(PrefillInput::Hook(finished));
 }
 
-fn offer_all(pair: &mut PairWorld, count: u32) {
+pub(super) fn offer_all(pair: &mut PairWorld, count: u32) {
     for n in 1..=count {
         offer(pair, n, TOKENS);
     }
@@ -53,7 +53,7 @@ fn offer_all(pair: &mut PairWorld, count: u32) {
 }
 
 /// Decode has blocks for prompt `n`.
-fn take(pair: &mut PairWorld, n: u32, tokens: u32) {
+pub(super) fn take(pair: &mut PairWorld, n: u32, tokens: u32) {
     allocate(pair, &request(n), 0, tokens, 40 * n);
 }
 

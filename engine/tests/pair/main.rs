@@ -1,6 +1,7 @@
 //! What a prefill and a decode engine say to each other, case by case. Each claim of
 //! `CONTRACT.md` that a small world can show is pinned here.
 
+mod again;
 mod bounds;
 mod damage;
 mod leases;
@@ -21,7 +22,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Incarnation, RequestId, StepId, TransferKey};
-use kvferry_engine::core::layout::{BlockList, Mismatch};
+use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::fabric::{FabricError, Landed};
@@ -573,28 +574,4 @@ fn what_is_not_acknowledged_is_said_less_and_less_often() {
     settle(&mut pair, 2);
     // Each message after 50, 150, 350, 750 and 1,550 ms, beside the first time.
     assert!(said.get() <= 20, "{} frames in 2 s", said.get());
-}
-
-#[test]
-fn a_sibling_that_the_prompt_does_not_have_is_refused_and_costs_the_others_nothing() {
-    for mode in [Mode::Push, Mode::Pull] {
-        for early in [true, false] {
-            let mut pair = PairWorld::new(mode, 1, 1);
-            let stray = early.then(|| arrive_decode(&mut pair, mode, 64, 7));
-            settle(&mut pair, 1);
-            arrive_prefill(&mut pair, mode, 64, 1);
-            let stray = stray.unwrap_or_else(|| arrive_decode(&mut pair, mode, 64, 7));
-            prefill_all(&mut pair, 64);
-            settle(&mut pair, 1);
-            let failure = Failure::Mismatch(Mismatch("sibling 7 of 1".into()));
-            let refused = DecodeAnswer::Rejected { request: stray, failure };
-            assert_eq!(pair.decode_said, [refused]);
-            assert_eq!(pair.prefill_said, [], "sibling 0 is still to come");
-            let request = arrive_decode(&mut pair, mode, 64, 0);
-            allocate(&mut pair, &request, 0, 64, 10);
-            settle(&mut pair, 1);
-            assert_eq!(pair.decode_said[1..], [loaded(&request)]);
-            assert!(pair.at_rest());
-        }
-    }
 }

@@ -8,6 +8,7 @@ use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::decode::DecodeInput;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::layout::Mismatch;
 use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg,
 };
@@ -120,4 +121,28 @@ fn a_release_of_an_attempt_before_ends_no_receiver() {
     allocate(&mut pair, &request, 0, 64, 30);
     settle(&mut pair, 2);
     assert_eq!(pair.decode_said.last(), Some(&loaded(&request)));
+}
+
+#[test]
+fn a_sibling_that_the_prompt_does_not_have_is_refused_and_costs_the_others_nothing() {
+    for mode in [Mode::Push, Mode::Pull] {
+        for early in [true, false] {
+            let mut pair = PairWorld::new(mode, 1, 1);
+            let stray = early.then(|| arrive_decode(&mut pair, mode, 64, 7));
+            settle(&mut pair, 1);
+            arrive_prefill(&mut pair, mode, 64, 1);
+            let stray = stray.unwrap_or_else(|| arrive_decode(&mut pair, mode, 64, 7));
+            prefill_all(&mut pair, 64);
+            settle(&mut pair, 1);
+            let failure = Failure::Mismatch(Mismatch("sibling 7 of 1".into()));
+            let refused = DecodeAnswer::Rejected { request: stray, failure };
+            assert_eq!(pair.decode_said, [refused]);
+            assert_eq!(pair.prefill_said, [], "sibling 0 is still to come");
+            let request = arrive_decode(&mut pair, mode, 64, 0);
+            allocate(&mut pair, &request, 0, 64, 10);
+            settle(&mut pair, 1);
+            assert_eq!(pair.decode_said[1..], [loaded(&request)]);
+            assert!(pair.at_rest());
+        }
+    }
 }

@@ -404,9 +404,9 @@ impl PairWorld {
 
     fn transfer(&mut self, role: Role, rank: u16, input: TransferInput) {
         if let TransferInput::Data(DataEvent::Completed { op, .. }) = &input {
-            if let Some(less) = self.credits.remove(&(role, rank, *op)) {
-                self.used.entry((role, rank)).or_default().remove(&less);
-            }
+            // It failed when its session was closed.
+            let Some(less) = self.credits.remove(&(role, rank, *op)) else { return };
+            self.used.entry((role, rank)).or_default().remove(&less);
             for ops in self.flying.values_mut() {
                 ops.retain(|other| other != op);
             }

@@ -12,9 +12,10 @@ use std::process::Command;
 const CHUNK: u64 = 25;
 
 /// Targets with tests of the engine that find bugs, as `./test --planted` builds them.
-const TARGETS: [&str; 8] = [
+const TARGETS: [&str; 9] = [
     "layout",
     "moriio_peers",
+    "omni_mori",
     "pair",
     "payload",
     "payload_hosts",

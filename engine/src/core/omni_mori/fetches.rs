@@ -230,6 +230,9 @@ impl OmniMori {
             QueryAnswer::NotFound => {
                 let pause = Nanos(first.0.saturating_mul(1 << fetch.polls.min(30))).min(most);
                 fetch.polls += 1;
+                if !planted!("failures-of-a-whole-wait-count") {
+                    fetch.failures = 0;
+                }
                 self.pause(key, pause, turn);
             }
             QueryAnswer::Found { request_id: id, data_size, is_fast_path } => {

@@ -138,7 +138,7 @@ pub struct OmniMoriSettings {
     pub acked: Nanos,
     /// How long what does not come is not asked for again.
     pub missing: Nanos,
-    /// Failures after which a payload is not offered, or fetched, any more.
+    /// Failures in a row after which a payload is not offered, or fetched, any more.
     pub tries_max: u32,
     /// How long a pull may take, and how much more for each 100 MiB.
     pub pull: (Nanos, Nanos),

@@ -254,7 +254,8 @@ impl Peers {
     ) {
         match received {
             Received::Progress | Received::GivenUp => {
-                if let Some(connection) = self.connections.get_mut(&id) {
+                let is_forgotten = !planted!("dials-of-a-life-count");
+                if let Some(connection) = self.connections.get_mut(&id).filter(|_| is_forgotten) {
                     connection.redials = 0;
                 }
             }

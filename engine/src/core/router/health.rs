@@ -179,6 +179,26 @@ mod tests {
     }
 
     #[test]
+    fn strikes_with_a_success_between_are_no_failure() {
+        let mut health = Health::default();
+        let strike = |health: &mut Health, now| {
+            let (now, leg) = (Nanos(now), LegId(now));
+            health.failed(now, leg, LegId(leg.0 + 1), FailureSeverity::Strike, &config())
+        };
+        for round in 0..u64::from(STRIKES_MAX) + 2 {
+            for number in 1..u64::from(STRIKES_MAX) {
+                assert_eq!(strike(&mut health, 10 * round + number), None);
+            }
+            health.succeeded();
+        }
+        let now = 100;
+        for number in 1..u64::from(STRIKES_MAX) {
+            assert_eq!(strike(&mut health, now + number), None);
+        }
+        assert!(strike(&mut health, now + u64::from(STRIKES_MAX)).is_some());
+    }
+
+    #[test]
     fn what_is_final_stays_so_until_a_leg_gets_through() {
         let mut health = Health::default();
         health.failed(Nanos(0), LegId(0), LegId(1), FailureSeverity::Final, &config());

@@ -251,7 +251,9 @@ impl Transfer {
         match outcome {
             Completion::Done | Completion::Failed { landed: Landed::All, .. } => {
                 if let Some(peer) = self.peers.get_mut(&op.peer) {
-                    peer.sessions[op.index].reopens = 0;
+                    if !planted!("reopenings-of-a-life-count") {
+                        peer.sessions[op.index].reopens = 0;
+                    }
                     if outcome == Completion::Done {
                         let (link, settings) = (&mut peer.queue, &self.config.settings);
                         let others = link.in_flight.operations;

@@ -72,6 +72,16 @@ fn pass(bench: &mut DiscoveryBench, span: Nanos, answers: bool) -> Vec<RouterEff
     all
 }
 
+/// The same with servers that have not said anything yet.
+fn pass_silently(bench: &mut DiscoveryBench, span: Nanos) -> Vec<RouterEffect> {
+    let (until, mut all) = (bench.now + span, Vec::new());
+    while bench.router.deadline().is_some_and(|due| due <= until) {
+        all.extend(bench.tick());
+    }
+    bench.now = until;
+    all
+}
+
 fn link_ends(bench: &mut DiscoveryBench, name: &str, answers: bool) -> Vec<RouterEffect> {
     let effects = bench.give(RouterInput::Control(ControlEvent::LinkDown { link: link(name) }));
     answer_probes(bench, effects, answers)
@@ -207,6 +217,29 @@ fn requests_wait_for_the_next_host_of_the_only_decode() {
         register(&mut bench, "p0", 1, second);
     }
     assert_eq!(sent(register(&mut bench, "d0", 2, 1)).len(), 2);
+}
+
+#[test]
+fn requests_that_waited_for_a_host_wait_for_its_first_answer() {
+    let mut bench = bench(&["p0", "d0"]);
+    link_ends(&mut bench, "d0", true);
+    bench.ask();
+    let effects = pass(&mut bench, Nanos::from_secs(5), true);
+    assert_eq!(answers(effects), []);
+    let said =
+        Registration { incarnation: Incarnation(2), ..native("d0", Role::Decode, Mode::Push) };
+    let parts = vec![wire::encode(&Frame::Register(said))];
+    let returned = ControlEvent::Frame { link: link("d0"), parts };
+    let effects = bench.give(RouterInput::Control(returned));
+    let [probe] = probes(&effects)[..] else { panic!("{effects:?}") };
+    // For longer than a request waits for an instance.
+    for second in 2..6 {
+        register(&mut bench, "p0", 1, second);
+        let effects = pass_silently(&mut bench, Nanos::from_secs(1));
+        assert_eq!(answers(effects), [], "second {second}");
+    }
+    let effects = bench.give(RouterInput::Probed { probe, answers: true, models: None });
+    assert_eq!(sent(effects).len(), 2);
 }
 
 #[test]

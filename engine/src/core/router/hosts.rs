@@ -153,14 +153,21 @@ impl Router {
         }
     }
 
-    /// Makes a request wait on whose instances have all lost their hosts. Returns false if that is not
-    /// so.
+    /// Makes a request wait on whose instances have all lost their hosts, or did and have not answered
+    /// a probe since. Returns false if that is not so.
     pub(super) fn waits_for_host(&mut self, client: ClientId, now: Nanos) -> bool {
-        let model = self.requests[&client].works.first().and_then(|work| work.model.as_deref());
+        let roles = self.needed_roles();
         let LegDispatcher { registry, config, .. } = &self.dispatcher;
-        let Some((_, until)) = registry.hostless_role(now, model, self.needed_roles()) else {
-            return false;
+        let request = self.requests.get_mut(&client).expect("only known requests wait");
+        let model = request.works.first().and_then(|work| work.model.as_deref());
+        let hostless = registry.hostless_role(now, model, roles).map(|(_, until)| until);
+        let returns = |until: &Nanos| {
+            now < *until
+                && registry.returns(now, model, roles)
+                && !planted!("who-returns-is-not-waited-for")
         };
+        let Some(until) = hostless.or(request.host_until.filter(returns)) else { return false };
+        request.host_until = Some(until);
         // An instance that answers no probe is not waited for any longer.
         let step = config.wait_max.max(STEP_MIN);
         self.dispatcher.timers.arm(RouterTimer::Wait(client), until.min(now + step));

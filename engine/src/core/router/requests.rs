@@ -137,6 +137,8 @@ pub(super) struct RouterRequest {
     pub(super) cause: Option<LegFailure>,
     /// End of the time in which it has to find room, set when a leg is first refused as busy.
     pub(super) busy_until: Option<Nanos>,
+    /// Time until which an instance that had no host was waited for.
+    pub(super) host_until: Option<Nanos>,
     /// The first reason why a decode computed a prompt itself.
     pub(super) recomputed: Option<Failure>,
 }
@@ -187,6 +189,7 @@ impl RouterRequest {
             excused: 0,
             cause: None,
             busy_until: None,
+            host_until: None,
             recomputed: None,
         })
     }

@@ -65,4 +65,19 @@ impl Registry {
         };
         roles.iter().find_map(|role| Some((*role, until(*role)?)))
     }
+
+    /// True if there are instances of a role for the model, and all of them have no host or have not
+    /// answered a probe.
+    pub(in crate::core::router) fn returns(
+        &self,
+        now: Nanos,
+        model: Option<&str>,
+        roles: &[Role],
+    ) -> bool {
+        roles.iter().any(|role| {
+            let there = self.of_role(*role).map(|(_, instance)| instance);
+            let mut there = there.filter(|it| it.is_there(now) && it.serves(model)).peekable();
+            there.peek().is_some() && there.all(|it| it.hostless.is_some() || it.unproven)
+        })
+    }
 }

@@ -205,17 +205,18 @@ proptest! {
         prop_assert_eq!(one.ended, two.ended);
     }
 
-    /// Greedy choice: two instances of a role never differ by more than the largest leg.
+    /// Greedy choice: two instances of a role never differ by more than the largest leg, samples of one
+    /// prompt included.
     #[test]
     fn load_differs_by_at_most_one_leg(
         prefills in 1usize..6,
         decodes in 1usize..6,
-        sizes in prop::collection::vec(1u32..5000, 1..80),
+        sizes in prop::collection::vec((1u32..5000, 1u32..5), 1..80),
     ) {
         let mut world = RouterWorld::new(RouterConfig::default());
         up(&mut world, prefills, decodes);
-        for tokens in sizes {
-            world.request(vec![prompt(tokens)], 1);
+        for (tokens, samples) in sizes {
+            world.request(vec![prompt(tokens)], samples);
         }
         for role in ['p', 'd'] {
             let loads: Vec<u64> = world

@@ -1,6 +1,8 @@
 //! What a router refuses where too much is asked or fails.
 
 use crate::discovery::{DiscoveryBench, native, sent};
+use crate::up;
+use crate::world::{RouterWorld, prompt};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::core::error::Failure;
 use kvferry_engine::core::message::{Mode, Role};
@@ -86,4 +88,25 @@ fn retries_of_all_requests_together_are_a_share_of_them() {
     assert_eq!(bench.router.counters().retries, 11);
     bench.now = bench.now + Nanos::from_secs(10);
     assert_eq!(retries_until_refused(&mut bench), 10);
+}
+
+#[test]
+fn request_that_is_sent_again_waits_behind_no_new_one() {
+    let config =
+        RouterConfig { requests_max: 1, retry_pause: Nanos::ZERO, ..RouterConfig::default() };
+    let mut world = RouterWorld::new(config);
+    up(&mut world, 1, 1);
+    let first = world.request(vec![prompt(100)], 1);
+    let waiting = [200, 300].map(|tokens| world.request(vec![prompt(tokens)], 1));
+    let decode = world.legs(first, Role::Decode)[0];
+    // The only decode is kept out of traffic for a while.
+    world.leg(decode, LegEvent::Failed(LegFailure::Connection));
+    assert_eq!(world.live.len(), 0);
+    world.advance(world.config.suspicion.scale(2, 1));
+    let has_legs = |client| !world.legs(client, Role::Decode).is_empty();
+    assert_eq!([first, waiting[0], waiting[1]].map(has_legs), [true, false, false]);
+    world.finish();
+    for client in [first, waiting[0], waiting[1]] {
+        assert_eq!(world.answers[&client], ClientAnswer::Finished { recomputed: None });
+    }
 }

@@ -193,7 +193,8 @@ impl LegDispatcher {
                 continue;
             }
             let next = || self.want(turn.now, client, work).choose_decode(instance_id);
-            let decode = chosen.take().or_else(next).unwrap_or(first);
+            let next = chosen.take().or_else(next);
+            let decode = next.filter(|_| !planted!("samples-go-to-one-decode")).unwrap_or(first);
             let place = DecodeDispatch { client, index, sample, sibling, decode };
             let leg = self.dispatch_decode(place, work, prefill, &key, turn);
             work.samples[sample].progress = SampleProgress::Running(leg);

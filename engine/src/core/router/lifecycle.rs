@@ -129,7 +129,8 @@ impl Router {
         }
         let line = self.line(client);
         let request = self.requests.get_mut(&client).expect("only known requests wait");
-        let position = (!request.started, self.next_ticket);
+        let is_new = !request.started || planted!("retries-wait-behind-new-requests");
+        let position = (is_new, self.next_ticket);
         self.next_ticket += 1;
         request.ticket = Some((line.clone(), position));
         self.waiting.add(line, position, client);

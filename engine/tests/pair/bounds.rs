@@ -280,3 +280,28 @@ fn a_preemption_that_crosses_with_a_rejection_is_answered() {
     let safe = PrefillAnswer::PreemptionSafe { request: id };
     assert_eq!(pair.prefill_said[1..], [safe], "after {failure}");
 }
+
+#[test]
+fn preempted_source_is_safe_when_the_flow_of_a_cancelled_sibling_is_quiet() {
+    let mut pair = PairWorld::new(Mode::Push, 1, 1);
+    pair.op_us = Box::new(|_, _| 400_000);
+    arrive_prefill(&mut pair, Mode::Push, 96, 2);
+    let request = arrive_decode(&mut pair, Mode::Push, 96, 1);
+    settle(&mut pair, 1);
+    schedule(&mut pair, 1, 0, 48);
+    settle(&mut pair, 1);
+    allocate(&mut pair, &request, 0, 96, 10);
+    pair.compute(1, LAYERS);
+    let ms = |pair: &mut PairWorld, ms| pair.run(pair.now + Nanos::from_ms(ms));
+    ms(&mut pair, 50);
+    assert_eq!(pair.ops, u64::from(LAYERS), "they are on their way");
+    let reason = FinishReason::Aborted;
+    pair.decode(DecodeInput::Hook(DecodeHook::Finished { request, reason }));
+    ms(&mut pair, 50);
+    let id = RequestId::from("p-1");
+    pair.prefill(PrefillInput::Hook(PrefillHook::Preempted { request: id.clone() }));
+    ms(&mut pair, 200);
+    assert_eq!(pair.prefill_said, [], "it is still read");
+    ms(&mut pair, 200);
+    assert_eq!(pair.prefill_said, [PrefillAnswer::PreemptionSafe { request: id }]);
+}

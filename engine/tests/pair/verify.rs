@@ -106,6 +106,35 @@ fn a_wrong_block_of_a_layer_is_named_and_is_no_answer() {
     }
 }
 
+/// Damage of one block of one layer, for each of them: it is found, or the block is none that moves.
+#[test]
+fn damage_in_any_block_and_layer_is_found_wherever_a_prefix_hit_ends() {
+    let plan = DigestPlan::new(Verify::All, (&key(), Incarnation(1)), HASH);
+    for mode in [Mode::Push, Mode::Pull] {
+        for computed in [0, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, TOKENS - 1] {
+            for (block, layer) in
+                (0..TOKENS.div_ceil(BLOCK)).flat_map(|b| (0..LAYERS).map(move |l| (b, l)))
+            {
+                let mut pair = both(Verify::All, mode, (1, 1));
+                let wrong = plan.seed(layer, block * BLOCK, (0, 0));
+                pair.digests = Box::new(move |role, seed| {
+                    Ok(seed.wrapping_add(u64::from(role == Role::Decode && seed == wrong)))
+                });
+                let (request, said) = moved(&mut pair, mode, computed);
+                let what =
+                    format!("{mode}, block {block} of layer {layer} behind {computed} tokens");
+                if (block + 1) * BLOCK <= computed {
+                    assert_eq!(said, [loaded(&request)], "{what}");
+                } else {
+                    let why = failure_of(&said);
+                    let named = format!("block {block}");
+                    assert!(why.starts_with("corrupt: ") && why.contains(&named), "{what}: {why}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn the_right_bytes_in_a_wrong_place_differ() {
     #[cfg(feature = "planted")]

@@ -534,6 +534,10 @@ impl PairWorld {
     fn control(&mut self, from: Speaker, command: ControlCommand) {
         let other = if from == Speaker::Prefill { Speaker::Decode } else { Speaker::Prefill };
         match command {
+            ControlCommand::Dial { link, channel: LinkKind::Discovery, .. } => {
+                let channel = LinkKind::Discovery;
+                self.link_event(from, ControlEvent::LinkUp { link, channel, from: None });
+            }
             ControlCommand::Dial { link, channel, .. } => {
                 let inbound = LinkId(link.0 | LinkId::INBOUND);
                 self.links.insert(link, inbound);

@@ -507,8 +507,15 @@ impl Prefill {
                 }
             }
         }
+        let receivers = self.keys.get(key).map(|entry| &entry.receivers);
+        let is_ending = |flow: &FlowEntry| {
+            let of = receivers.and_then(|receivers| receivers.get(&flow.sibling));
+            of.is_none_or(|of| matches!(of.state, ReceiverState::Ending(..)))
+        };
         let reading = |flow: &&FlowEntry| flow.key == *key && flow.source == source;
-        self.flows.values().filter(reading).count() as u32
+        let reading = self.flows.values().filter(reading);
+        reading.filter(|flow| !(planted!("flows-that-end-read-nothing") && is_ending(flow))).count()
+            as u32
     }
 
     /// A rank says that the flow will fail: tell the receiver, stop the other ranks.

@@ -94,6 +94,13 @@ impl PairWorld {
         PairWorld::of(prefill, core(Role::Decode), caps(), TransferSettings::default())
     }
 
+    /// One rank each, whose decode registers with a router.
+    pub(crate) fn behind_a_router(mode: Mode, settings: TransferSettings) -> PairWorld {
+        let core = |role| core_config(role, mode, 1, &CoreSettings::default());
+        let decode = CoreConfig { router: Some("router".into()), ..core(Role::Decode) };
+        PairWorld::of(core(Role::Prefill), decode, caps(), settings)
+    }
+
     /// One rank each, with KV caches of their own.
     pub(crate) fn with_kv(mode: Mode, kv: [KvCache; 2]) -> PairWorld {
         let roles = [Role::Prefill, Role::Decode];

@@ -324,3 +324,34 @@ fn named<'a>(memory: &'a LayerMemory, name: &str) -> Result<(usize, &'a Arc<[u8]
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BLOCK: u64 = 4_096;
+
+    #[test]
+    fn each_of_interleaved_layers_has_the_stride_of_all() {
+        for layers in 2..6_u64 {
+            let bases: Vec<u64> = (0..layers).map(|layer| 512 + layer * BLOCK).collect();
+            for base in &bases {
+                assert_eq!(
+                    block_stride(&bases, *base, BLOCK, 8),
+                    layers * BLOCK,
+                    "{base} of {bases:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn blocks_of_layers_that_follow_one_another_do_so_too() {
+        for (layers, apart) in [(1, 0), (4, 8 * BLOCK), (4, 9 * BLOCK)] {
+            let bases: Vec<u64> = (0..layers).map(|layer| 512 + layer * apart).collect();
+            for base in &bases {
+                assert_eq!(block_stride(&bases, *base, BLOCK, 8), BLOCK, "{base} of {bases:?}");
+            }
+        }
+    }
+}

@@ -215,7 +215,7 @@ mod tests {
             ),
             (
                 DataCommand::Submit { op, session, direction: Direction::Write, slices },
-                Some(DataRefusal::Submit { op, why: why.clone() }),
+                Some(DataRefusal::Submit { op, why }),
             ),
             (DataCommand::Quiesce { session, ticket: QuiesceTicket(7) }, None),
             (DataCommand::Close { session }, None),

@@ -392,7 +392,7 @@ pub enum DataEvent {
         peer: PeerId,
     },
     /// The backend was rebuilt: every id and descriptor is void, nothing of the old backend lands
-    /// any more.
+    /// any more. One poll has one of these at most; of two between polls the later stands for both.
     Reset {
         /// The address with the new incarnation.
         address: Address,

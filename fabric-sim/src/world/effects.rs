@@ -403,6 +403,9 @@ impl Simulation {
         let _wake = plane.poll(self.now, &mut events);
         let slot = self.rank_slot(who.instance, rank);
         for event in events.drain(..) {
+            if let DataEvent::Reset { .. } = event {
+                self.drop_older_reset(slot);
+            }
             if let DataEvent::Quiet { session, ticket } = &event {
                 let from = SimRankId { who, rank };
                 let seen = Observation::Quiet { from, session: *session, ticket: *ticket };
@@ -413,6 +416,16 @@ impl Simulation {
             self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
         self.stats.events = events;
+    }
+
+    /// Of two backends that come between two turns of a machine it hears of the later one only.
+    fn drop_older_reset(&mut self, slot: u32) {
+        self.ready.retain(|step| match step {
+            ReadyStep::Input { slot: of, input: MachineInput::Transfer(input), .. } => {
+                *of != slot || !matches!(input, TransferInput::Data(DataEvent::Reset { .. }))
+            }
+            _ => true,
+        });
     }
 
     /// Hands on what the control network did.

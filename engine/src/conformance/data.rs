@@ -36,7 +36,7 @@ pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
         (1_536, 2_560, 64),
         // These go on where the one before ends on one side only.
         (1_600, 3_000, 8),
-        (9, 4_096, 777),
+        (109, 4_096, 777),
         (2_000, 4_873, 16),
     ];
     if rig.plane(0).caps().slices_max < ranges.len() as u32 {

@@ -60,7 +60,7 @@ fn same(what: &Run) {
 #[test]
 fn scenario_files_come_out_the_same() {
     let mut count = 0;
-    for path in ["smoke", "faults", "known", "load"].into_iter().flat_map(files) {
+    for path in ["smoke", "faults", "known", "load", "regressions"].into_iter().flat_map(files) {
         let scenario = load(&path);
         let seed = scenario.seeds().next().expect("a file has a seed");
         let drawn = scenario.draw(seed).unwrap_or_else(|why| panic!("{why}"));

@@ -38,7 +38,9 @@ fn compare(scenario: &Scenario, seed: u64) {
 #[test]
 fn every_scenario_file_gives_the_same_trace_through_cores_and_actors() {
     let mut count = 0;
-    for path in ["smoke", "faults", "known", "load", "trace"].into_iter().flat_map(files) {
+    for path in
+        ["smoke", "faults", "known", "load", "regressions", "trace"].into_iter().flat_map(files)
+    {
         let scenario = load(&path);
         scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
         count += 1;

@@ -178,7 +178,7 @@ impl Router {
     /// connection that failed may be the doing of the request itself, and so may a host that is lost
     /// again and again: only as many tries are excused as a request has.
     pub(super) fn is_excused(&self, leg: &LegInFlight, failure: &LegFailure) -> bool {
-        let request = &self.requests[&leg.client];
+        let request = self.requests.get(&leg.client).expect("a leg has a request");
         let is_telling = matches!(failure, LegFailure::Connection | LegFailure::Busy { .. });
         if is_telling
             || failure.is_final()

@@ -20,6 +20,9 @@ struct EngineModel {
     suspect_until: Nanos,
     /// Legs before this one say nothing new.
     since: LegId,
+    /// An answer was of no use since the last success. Three of them are an outage, of which legs that
+    /// were sent before say nothing: when it is suspect is the router's to know.
+    struck: bool,
 }
 
 /// A leg in flight.
@@ -212,6 +215,7 @@ impl RouterWorld {
             failures: 0,
             suspect_until: Nanos::ZERO,
             since: LegId(0),
+            struck: false,
         };
         let known = self.known.entry(registration.engine.clone()).or_insert(fresh.clone());
         let number = |r: &Registration| (r.incarnation, r.sequence);
@@ -288,15 +292,17 @@ impl RouterWorld {
         match &event {
             _ if !is_of_it => {}
             LegEvent::Failed(LegFailure::Connection) => {
-                if known.failures == 0 || leg >= known.since {
+                if !known.struck && (known.failures == 0 || leg >= known.since) {
                     known.failures += 1;
                     known.since = next;
                     known.suspect_until = self.now + self.config.suspicion;
                 }
             }
-            LegEvent::Failed(_) | LegEvent::Done { reason: FinishReason::Error, .. } => {}
+            LegEvent::Failed(_) | LegEvent::Done { reason: FinishReason::Error, .. } => {
+                known.struck = true;
+            }
             _ => {
-                known.failures = 0;
+                (known.failures, known.struck) = (0, false);
                 known.suspect_until = Nanos::ZERO;
             }
         }

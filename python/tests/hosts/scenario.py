@@ -85,7 +85,13 @@ UNPLAYABLE = {
         "router.siblings",
         "router.ids_differ",
     ],
-    "of clients": ["client.abort", "client.both_abort", "client.burst", "client.degenerate_prompts"],
+    "of clients": [
+        "client.abort",
+        "client.both_abort",
+        "client.burst",
+        "client.degenerate_prompts",
+        "client.prompts_differ",
+    ],
 }
 
 

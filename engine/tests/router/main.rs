@@ -231,6 +231,38 @@ proptest! {
         world.finish();
     }
 
+    /// No leg goes to an instance beside which another one had less to do, so that none that is idle is
+    /// passed by, whatever has ended meanwhile.
+    #[test]
+    fn instance_with_least_to_do_is_chosen(
+        prefills in 1usize..5,
+        decodes in 1usize..5,
+        steps in prop::collection::vec(((1u32..5000, 1u32..4), prop::option::of(any::<usize>())), 1..60),
+    ) {
+        let mut world = RouterWorld::new(RouterConfig::default());
+        up(&mut world, prefills, decodes);
+        for ((tokens, samples), ends) in steps {
+            let before = loads(&world);
+            world.request(vec![prompt(tokens)], samples);
+            let after = loads(&world);
+            for (role, legs) in [('p', 1), ('d', u64::from(samples))] {
+                let of_role = |(name, load): (&String, &u64)| {
+                    name.starts_with(role).then_some((*load, *load - before[name]))
+                };
+                let of_role: Vec<_> = after.iter().filter_map(of_role).collect();
+                let leg = of_role.iter().map(|(_, more)| more).sum::<u64>() / legs;
+                let least = of_role.iter().map(|(load, _)| *load).min().unwrap();
+                let got_one = of_role.iter().filter(|(_, more)| *more > 0);
+                prop_assert!(got_one.clone().all(|(load, _)| load - leg <= least), "{before:?} {after:?}");
+            }
+            if let Some(nth) = ends {
+                let leg = *world.live.keys().nth(nth % world.live.len()).unwrap();
+                world.done(leg);
+            }
+        }
+        world.finish();
+    }
+
     /// Requests one after the other, all instances idle: no lock step of prefill and decode.
     #[test]
     fn all_pairs_are_used_evenly(prefills in 1usize..5, decodes in 1usize..5) {
@@ -269,6 +301,11 @@ proptest! {
         used.dedup();
         prop_assert_eq!(used.len(), side * side);
     }
+}
+
+/// Tokens of what each instance has to do.
+fn loads(world: &RouterWorld) -> BTreeMap<String, u64> {
+    world.router.instances(world.now).map(|view| (view.engine.to_string(), view.tokens)).collect()
 }
 
 fn up(world: &mut RouterWorld, prefills: usize, decodes: usize) {

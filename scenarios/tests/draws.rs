@@ -365,7 +365,11 @@ fn a_table_for_each_instance_and_stream_is_the_same_run() {
             let explicit = kvferry_scenarios::explicit(("x.toml", &text), Path::new(""), seed);
             let explicit = explicit.unwrap();
             assert_eq!(draw_anywhere(&explicit, seed), once, "{file} {seed}:\n{explicit}");
-            for key in ["count", "enabled", "serves", "every"] {
+            let tables: toml::Table = explicit.parse().unwrap();
+            let streams = tables.get("stream").and_then(toml::Value::as_array);
+            let is_repeated = |stream: &toml::Value| stream.get("every").is_some();
+            assert!(!streams.into_iter().flatten().any(is_repeated), "{file} {seed}:\n{explicit}");
+            for key in ["count", "enabled", "serves"] {
                 assert!(
                     !explicit.contains(&format!("{key} =")),
                     "{key} of {file} {seed}:\n{explicit}"

@@ -44,7 +44,6 @@ use super::dialect::native::{self, ConnectionHeader, Frame, UnreadableFrame, Unr
 use super::error::Failure;
 use super::ids::Incarnation;
 use super::message::Message;
-use super::payload::PayloadNote;
 use super::time::Nanos;
 use crate::fabric::LinkId;
 use serde::{Deserialize, Serialize};
@@ -137,9 +136,7 @@ pub(super) fn is_awaited(message: &Message) -> bool {
         | Message::Renew { .. }
         | Message::Renewed { .. }
         | Message::Release { .. } => false,
-        Message::Payload { note } => {
-            !matches!(note, PayloadNote::Want { .. } | PayloadNote::Done { .. })
-        }
+        Message::Payload { note } => note.is_awaited(),
         _ => true,
     }
 }

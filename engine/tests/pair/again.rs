@@ -88,7 +88,7 @@ fn peer_whose_sessions_end_between_successes_is_connected_anew_each_time() {
     assert!(pair.at_rest());
 }
 
-/// What the decode said last of prefills out of its reach.
+/// Prefills that are out of reach, as the decode said last.
 fn troubles(pair: &PairWorld) -> Vec<String> {
     let register = |(_, _, frame): &(_, _, Vec<u8>)| match native::decode(frame) {
         Ok(Frame::Register(said)) => Some(said),

@@ -418,7 +418,8 @@ impl Simulation {
         self.stats.events = events;
     }
 
-    /// Of two backends that come between two turns of a machine it hears of the later one only.
+    /// Drops what a machine has not heard yet of an earlier backend: of two between its turns it hears
+    /// of the later one only.
     fn drop_older_reset(&mut self, slot: u32) {
         self.ready.retain(|step| match step {
             ReadyStep::Input { slot: of, input: MachineInput::Transfer(input), .. } => {

@@ -81,6 +81,11 @@ pub enum PayloadNote {
 }
 
 impl PayloadNote {
+    /// True if the peer would wait for the note for ever. Others are said again if there is no room.
+    pub(in crate::core) fn is_awaited(&self) -> bool {
+        !matches!(self, PayloadNote::Want { .. } | PayloadNote::Done { .. })
+    }
+
     /// Bytes of its texts.
     pub fn text_len(&self) -> usize {
         match self {

@@ -67,9 +67,7 @@ impl PeerManager {
                 let peers = &self.payload_peers.peers;
                 let found = peers.iter().find(|(_, of)| is_it(of)).map(|(id, _)| *id);
                 let Some(connection) = found else { return };
-                let is_said_again =
-                    matches!(note, PayloadNote::Want { .. } | PayloadNote::Done { .. });
-                let full = is_said_again
+                let full = !note.is_awaited()
                     && !self.peers.has_room_for_more(connection)
                     && !planted!("wants-without-room-are-lost");
                 if full {

@@ -33,11 +33,10 @@ impl PeerRebuilds {
     /// Notes that a rank has opened all its sessions with a peer. The peer is whole, and its failures
     /// are forgotten, when all ranks have.
     pub(super) fn ready(&mut self, connection: ConnectionId, rank: u16) {
-        let is_forgotten = !planted!("rebuilds-of-a-life-count");
-        let rebuild = self.0.get_mut(&connection).filter(|_| is_forgotten);
-        let Some(rebuild) = rebuild else { return };
+        let Some(rebuild) = self.0.get_mut(&connection) else { return };
         rebuild.unready.remove(rank);
-        if rebuild.unready.is_empty() || planted!("one-rank-ends-the-rebuilds") {
+        let is_whole = rebuild.unready.is_empty() && !planted!("rebuilds-of-a-life-count");
+        if is_whole || planted!("one-rank-ends-the-rebuilds") {
             self.0.remove(&connection);
         }
     }

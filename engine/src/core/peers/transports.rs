@@ -254,8 +254,9 @@ impl Peers {
     ) {
         match received {
             Received::Progress | Received::GivenUp => {
-                let is_forgotten = !planted!("dials-of-a-life-count");
-                if let Some(connection) = self.connections.get_mut(&id).filter(|_| is_forgotten) {
+                if let Some(connection) = self.connections.get_mut(&id)
+                    && !planted!("dials-of-a-life-count")
+                {
                     connection.redials = 0;
                 }
             }

@@ -166,7 +166,9 @@ impl Router {
                 && registry.returns(now, model, roles)
                 && !planted!("who-returns-is-not-waited-for")
         };
-        let Some(until) = hostless.or(request.host_until.filter(returns)) else { return false };
+        let Some(until) = hostless.or_else(|| request.host_until.filter(returns)) else {
+            return false;
+        };
         request.host_until = Some(until);
         // An instance that answers no probe is not waited for any longer.
         let step = config.wait_max.max(STEP_MIN);

@@ -92,13 +92,18 @@ fn what_is_refused_costs_little() {
     assert!(bench.cluster.notes - notes <= 8 * 2 * 11, "{}", bench.cluster.notes - notes);
 }
 
-#[test]
-fn a_host_of_which_much_is_wanted_hears_all_of_it() {
-    let queue_max = 24;
-    let mut bench = HostBench::set(2, HostSettings { queue_max, ..settings(pool_of(256)) });
-    for index in 0..64 {
+/// A host that wants so many chunks of another one, by queues for so many messages.
+fn wanting(chunks: u64, queue_max: u32, pages: u64) -> HostBench {
+    let mut bench = HostBench::set(2, HostSettings { queue_max, ..settings(pool_of(pages)) });
+    for index in 0..chunks {
         bench.want(1, TALKER, chunk(index));
     }
+    bench
+}
+
+#[test]
+fn a_host_of_which_much_is_wanted_hears_all_of_it() {
+    let mut bench = wanting(64, 24, 256);
     // What it answers has to find room as well.
     for index in 0..64 {
         bench.put(0, chunk(index), 5, 1);
@@ -110,11 +115,7 @@ fn a_host_of_which_much_is_wanted_hears_all_of_it() {
 
 #[test]
 fn answers_beyond_a_full_queue_end_no_connection() {
-    let queue_max = 4;
-    let mut bench = HostBench::set(2, HostSettings { queue_max, ..settings(pool_of(16)) });
-    for index in 0..12 {
-        bench.want(1, TALKER, chunk(index));
-    }
+    let mut bench = wanting(12, 4, 16);
     bench.pass(60_000);
     bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
     bench.pass(1_000);

@@ -48,6 +48,17 @@ impl Registry {
         self.get(instance_id).is_none_or(RegisteredInstance::lacks_host)
     }
 
+    /// The instances of a role that are there for the model, whether or not they take legs.
+    fn serving<'a>(
+        &'a self,
+        now: Nanos,
+        model: Option<&'a str>,
+        role: Role,
+    ) -> impl Iterator<Item = &'a RegisteredInstance> {
+        let there = self.of_role(role).map(|(_, instance)| instance);
+        there.filter(move |it| it.is_there(now) && it.serves(model))
+    }
+
     /// Returns a role whose instances for the model have all lost their hosts, and the time until
     /// which the router waits for one of them.
     pub(in crate::core::router) fn hostless_role(
@@ -57,8 +68,7 @@ impl Registry {
         roles: &[Role],
     ) -> Option<(Role, Nanos)> {
         let until = |role| {
-            let there = self.of_role(role).map(|(_, instance)| instance);
-            let mut there = there.filter(|it| it.is_there(now) && it.serves(model)).peekable();
+            let mut there = self.serving(now, model, role).peekable();
             there.peek()?;
             let until = |it: &RegisteredInstance| it.hostless.map(|_| it.expires);
             there.map(until).try_fold(Nanos::ZERO, |last, until| Some(last.max(until?)))
@@ -75,8 +85,7 @@ impl Registry {
         roles: &[Role],
     ) -> bool {
         roles.iter().any(|role| {
-            let there = self.of_role(*role).map(|(_, instance)| instance);
-            let mut there = there.filter(|it| it.is_there(now) && it.serves(model)).peekable();
+            let mut there = self.serving(now, model, *role).peekable();
             there.peek().is_some() && there.all(|it| it.hostless.is_some() || it.unproven)
         })
     }

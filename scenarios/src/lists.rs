@@ -32,5 +32,6 @@ closed_list! {
                  fault of a message, a process or the router hit, as many tries again may be excused, at instances without a host"
         Isolation "L4" "L4-isolation" "a fault on one pair fails no request of another pair"
         ReclaimBound "L5" "L5-reclaim-bound" "blocks held for a dead peer return within the lease or fence bound"
+        Forgets "L6" "L6-forgets" "who has served a request with every peer after the faults remembers no failure"
     }
 }

@@ -108,6 +108,8 @@ impl CoreConfig {
             entries: total(about + 2 * peers + moriio_entries),
             // What came early, too.
             remembered: total(of_peers + moriio_kept + ended),
+            // Pauses, connections without links, and ranks that are connected anew.
+            failures: total(3 * peers + told),
             delivered: COUNT,
             violations: COUNT,
         }
@@ -156,6 +158,7 @@ impl TransferConfig {
             remembered: total(
                 posts.saturating_add(peers * (7 * lanes + 3 * u64::from(TP_MAX) + 1)),
             ),
+            failures: total(peers * (lanes + 1)),
             delivered: 0,
             violations: COUNT,
         }
@@ -184,6 +187,8 @@ impl RouterConfig {
             peers: self.instances_max,
             entries: total(requests.saturating_mul(of_request)),
             remembered: total(of_instances.saturating_add(kept)),
+            // Four notes about an instance itself; troubles that it said and that are kept.
+            failures: total(instances * (4 + 2 * TROUBLES_MAX as u64) + pairs),
             violations: COUNT,
             ..Gauges::default()
         }

@@ -567,6 +567,7 @@ impl PeerManager {
             links: peers.links + moriio.links,
             entries: moriio.entries + (self.uses.len() + self.timers.len()) as u32,
             remembered: peers.remembered + moriio.remembered + remembered,
+            failures: peers.failures + moriio.failures + self.rebuilds.len() as u32 + troubles,
             delivered: peers.delivered,
             violations: [self.violations, heartbeat, moriio.violations]
                 .into_iter()

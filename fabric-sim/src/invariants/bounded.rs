@@ -9,7 +9,7 @@ use kvferry_engine::core::machine::Gauges;
 pub(super) struct BoundedTables;
 
 /// Every gauge with its name.
-fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
+fn named(gauges: &Gauges) -> [(&'static str, u32); 11] {
     [
         ("transfers", gauges.transfers),
         ("operations", gauges.operations),
@@ -21,6 +21,7 @@ fn named(gauges: &Gauges) -> [(&'static str, u32); 10] {
         ("links", gauges.links),
         ("other entries", gauges.entries),
         ("entries that outlast transfers", gauges.remembered),
+        ("remembered failures", gauges.failures),
     ]
 }
 

@@ -13,6 +13,7 @@ mod credit;
 mod deterministic;
 mod every_request_ends;
 mod fair;
+mod forgets;
 mod heals;
 mod in_order;
 mod isolation;
@@ -261,6 +262,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::NoLivelock => Box::new(no_livelock::NoLivelock::new(run)),
         InvariantId::Isolation => Box::new(isolation::FaultIsolation::new(run)),
         InvariantId::ReclaimBound => Box::new(reclaim_bound::ReclaimBound::new(limits)),
+        InvariantId::Forgets => Box::new(forgets::ForgetsFailures::default()),
     }
 }
 

@@ -23,6 +23,10 @@ pub(super) enum ClientOutcome {
 /// Requests of the world's own, sent one after another, at least.
 const PROBES: usize = 8;
 
+/// Probes for each pair: the first may meet a queue pair that died while nobody used it, the last is
+/// as fast as in a fresh fleet.
+const ROUNDS: usize = 2;
+
 /// Tokens of their prompts, at most.
 const PROBE_TOKENS: u64 = 64;
 
@@ -39,7 +43,10 @@ pub(super) struct Clients {
     /// Sessions that were dead when the first of them came.
     dead: usize,
     /// Prefills and decodes of the core that fit: the last probes go to one of these pairs each.
-    pairs: Vec<(u16, u16)>,
+    /// None before the first probe.
+    pairs: Option<Vec<(u16, u16)>>,
+    /// Probes are for one pair each only.
+    pairs_only: bool,
     /// The next to arrive.
     next: usize,
     /// Requests that arrived and have not ended.
@@ -53,14 +60,17 @@ struct SimClient {
     end: Option<ClientOutcome>,
     /// The prefill and the decode that alone may serve it.
     pair: Option<(u16, u16)>,
+    /// When it was sent, of a probe.
+    asked: Nanos,
 }
 
 impl Clients {
-    pub(super) fn new(run: &Run) -> Clients {
-        let own = run.requests.len();
+    /// The clients of a run; with `pairs_only` none of the workload, and a probe for each pair.
+    pub(super) fn new(run: &Run, pairs_only: bool) -> Clients {
+        let own = if pairs_only { 0 } else { run.requests.len() };
         let states = vec![SimClient::default(); own];
-        let pairs = Vec::new();
-        Clients { states, own, probe: probe(run), dead: 0, pairs, next: 0, open: 0 }
+        let pairs = None;
+        Clients { states, own, probe: probe(run), dead: 0, pairs, pairs_only, next: 0, open: 0 }
     }
 
     /// True if every request of the workload has arrived.
@@ -72,14 +82,18 @@ impl Clients {
     /// one of them may be found not to work, and as there are dead sessions, because an instance that
     /// tries no operation twice may find one of them each time.
     fn routed_probes(&self, instances: &[SimInstance]) -> usize {
+        if self.pairs_only {
+            return 0;
+        }
         let of = |role| instances.iter().filter(|one| one.spec.role == role).count();
         let pairs = of(Role::Prefill) * of(Role::Decode);
         pairs.max(PROBES) + self.dead
     }
 
-    /// True if all probes have arrived: those that are routed, then one for each pair.
+    /// True if all probes have arrived: those that are routed, then [`ROUNDS`] for each pair.
     pub(super) fn all_probed(&self, instances: &[SimInstance]) -> bool {
-        self.states.len() - self.own >= self.routed_probes(instances) + self.pairs.len()
+        let Some(pairs) = &self.pairs else { return false };
+        self.states.len() - self.own >= self.routed_probes(instances) + ROUNDS * pairs.len()
     }
 
     /// Requests that ended in some way.
@@ -124,8 +138,9 @@ fn probe(run: &Run) -> WorkloadRequest {
 impl Simulation {
     /// The request of a client.
     pub(super) fn request(&self, client: ClientId) -> WorkloadRequest {
-        if let Some(request) = self.run.requests.get(client.0 as usize) {
-            return request.clone();
+        let index = client.0 as usize;
+        if index < self.clients.own {
+            return self.run.requests[index].clone();
         }
         let mut probe = self.clients.probe.clone();
         probe.prompts[0].tail = decide(self.run.seed, PROBE, client.0, 0);
@@ -133,7 +148,7 @@ impl Simulation {
     }
 
     pub(super) fn first_arrival(&mut self) {
-        if let Some(first) = self.run.requests.first() {
+        if let (Some(first), true) = (self.run.requests.first(), self.clients.own > 0) {
             self.queue.push(first.arrival, SimEvent::Arrive);
         }
     }
@@ -161,15 +176,25 @@ impl Simulation {
 
     /// The world itself asks.
     pub(super) fn client_probes(&mut self) {
-        if self.clients.states.len() == self.clients.own {
+        if self.clients.pairs.is_none() {
             self.clients.dead = self.dma.dead_sessions();
-            self.clients.pairs = self.whole_pairs();
+            self.clients.pairs = Some(self.whole_pairs());
+            if self.clients.all_probed(&self.instances) {
+                return;
+            }
         }
         let sent = self.clients.states.len() - self.clients.own;
         let routed = self.clients.routed_probes(&self.instances);
-        let pair = sent.checked_sub(routed).and_then(|at| self.clients.pairs.get(at)).copied();
+        let pairs = self.clients.pairs.as_deref().unwrap_or_default();
+        let pair =
+            sent.checked_sub(routed).and_then(|at| pairs.get(at % pairs.len().max(1))).copied();
         let client = ClientId(self.clients.states.len() as u64);
-        self.clients.states.push(SimClient { arrived: true, pair, ..SimClient::default() });
+        self.clients.states.push(SimClient {
+            arrived: true,
+            pair,
+            asked: self.now,
+            ..SimClient::default()
+        });
         self.clients.open += 1;
         self.quiescence.progressed(self.now);
         self.observer.observe(self.now, &Observation::Probed { client, pair });
@@ -217,6 +242,11 @@ impl Simulation {
         if client.0 as usize >= self.clients.own && !fast {
             self.quiescence.not_cleared(self.now);
         }
+        let Some(state) = self.clients.states.get(client.0 as usize) else { return };
+        if let (true, Some(pair)) = (fast, state.pair) {
+            let took = self.now - state.asked;
+            self.pair_served(pair, took);
+        }
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         let end = match answer {
             ClientAnswer::Finished { recomputed } => {
@@ -252,7 +282,9 @@ impl Simulation {
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         if state.first_token.is_none() {
             state.first_token = Some(self.now);
-            if let Some(request) = self.run.requests.get(client.0 as usize) {
+            if let (Some(request), true) =
+                (self.run.requests.get(client.0 as usize), (client.0 as usize) < self.clients.own)
+            {
                 self.stats.ttft(self.now - request.arrival);
             }
         }

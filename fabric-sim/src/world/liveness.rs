@@ -85,7 +85,7 @@ impl Simulation {
         self.observer.observe(self.now, &settled);
         self.observer.observe(self.now, &Observation::Healed);
         // Without faults there is no other phase.
-        if self.run.faults.is_empty() {
+        if self.run.faults.is_empty() && !self.options.fresh {
             return;
         }
         let name = |index: &u16| self.run.instances[usize::from(*index)].name.clone();

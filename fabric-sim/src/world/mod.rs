@@ -24,6 +24,7 @@ mod clients;
 mod content;
 mod effects;
 mod event;
+mod fresh;
 mod legs;
 mod liveness;
 mod observer;
@@ -75,11 +76,13 @@ pub struct SimOptions {
     pub check: bool,
     /// By how many microseconds all wall clocks are ahead.
     pub wall: u64,
+    /// Serve nothing but one request for each pair that fits.
+    pub fresh: bool,
 }
 
 impl Default for SimOptions {
     fn default() -> Self {
-        SimOptions { record: false, check: true, wall: 0 }
+        SimOptions { record: false, check: true, wall: 0, fresh: false }
     }
 }
 
@@ -176,6 +179,8 @@ pub struct Simulation {
     quiescence: Quiescence,
     races: Vec<race::LeaseRace>,
     stats: report::RunStats,
+    /// Requests after the faults that one pair served over the fast path.
+    pairs: Vec<fresh::PairProbe>,
     calls: DmaCalls,
     net_calls: NetCalls,
     /// When the next `Fault` entry is due.
@@ -534,5 +539,7 @@ pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos))
         let machine = machines[slot].as_mut().expect("the machine was started");
         simulation.apply(machine, gauges);
     }
-    simulation.into_report()
+    let mut report = simulation.into_report();
+    fresh::judge(run, options, &mut report);
+    report
 }

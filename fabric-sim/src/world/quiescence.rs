@@ -5,7 +5,7 @@ use super::event::SimEvent;
 use super::liveness::{has_probes, switch_at};
 use super::process::{SimInstance, SimProcess};
 use super::stages::patience;
-use super::{MachineId, ReadyStep, SimMachine, Simulation};
+use super::{MachineId, ReadyStep, SimMachine, SimOptions, Simulation};
 use crate::dma::SimDataPlane;
 use crate::invariants::LivenessBounds;
 use crate::observation::{InstanceMachine, Observation, SimProcessId};
@@ -23,6 +23,9 @@ const STUCK: Nanos = Nanos::from_secs(60);
 
 /// Without any progress for this long, faults that have not hit yet are not going to.
 const IDLE: Nanos = Nanos::from_secs(20);
+
+/// Time in which instances of a fresh fleet have registered.
+const SETTLED: Nanos = Nanos::from_secs(1);
 
 /// Hosts that were cut off from each other for good remember what they have to tell for longer.
 fn rest(run: &Run) -> Nanos {
@@ -61,8 +64,12 @@ pub(super) struct Quiescence {
 }
 
 impl Quiescence {
-    pub(super) fn new(run: &Run) -> Quiescence {
+    pub(super) fn new(run: &Run, options: SimOptions) -> Quiescence {
         let limits = LivenessBounds::of(run);
+        let grace = match options.fresh {
+            true => Some(SETTLED),
+            false => has_probes(run).then(|| limits.grace()),
+        };
         Quiescence {
             within: run.expect.within,
             hold: limits.lease.scale(2, 1) + limits.silent + rest(run),
@@ -70,7 +77,7 @@ impl Quiescence {
             progress: Nanos::ZERO,
             served: Nanos::ZERO,
             switch: switch_at(run),
-            grace: has_probes(run).then(|| limits.grace()),
+            grace,
             probing: false,
             lease: limits.lease + Nanos::from_secs(1),
             cleared: Nanos::ZERO,
@@ -223,7 +230,7 @@ impl Simulation {
     }
 
     /// Whose machine it is; none if it has crashed, and has one more turn.
-    fn machine(&self, slot: u32) -> Option<(SimProcessId, InstanceMachine)> {
+    pub(super) fn machine(&self, slot: u32) -> Option<(SimProcessId, InstanceMachine)> {
         let SimMachine { id, instance, .. } = &self.machines[slot as usize];
         let part = match *id {
             MachineId::Transfer(_, rank) => InstanceMachine::Transfer(rank),
@@ -260,7 +267,7 @@ impl Simulation {
     }
 
     /// True if a machine lives and may make a step.
-    fn acts(&self, slot: u32) -> bool {
+    pub(super) fn acts(&self, slot: u32) -> bool {
         let actor = &self.machines[slot as usize];
         actor.alive && !actor.instance.is_some_and(|index| self.is_frozen(index))
     }

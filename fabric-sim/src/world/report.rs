@@ -1,6 +1,7 @@
 //! What a run came to.
 
 use super::Simulation;
+use super::fresh::{MachineAtRest, PairProbe};
 use super::process::SimProcess;
 use super::sight::Sight;
 use super::trace::Recording;
@@ -187,6 +188,12 @@ pub struct RunReport {
     pub blocks_held_peak: u32,
     /// Most blocks of an instance's group kept because a transfer may still touch them.
     pub blocks_quarantined_peak: u32,
+    /// Requests after the faults that one pair each served over the fast path.
+    #[serde(skip)]
+    pub(super) pairs: Vec<PairProbe>,
+    /// What the machines of instances held at the end.
+    #[serde(skip)]
+    pub(super) rest: Vec<MachineAtRest>,
     /// The recording, if one was asked for.
     #[serde(skip)]
     pub recording: Option<Recording>,
@@ -382,6 +389,8 @@ impl Simulation {
             operations: stats.operations,
             blocks_held_peak: stats.held,
             blocks_quarantined_peak: stats.quarantined,
+            pairs: std::mem::take(&mut self.pairs),
+            rest: self.machines_at_rest(),
             recording: self.tracer.take_recording(),
         }
     }
@@ -485,7 +494,7 @@ impl Simulation {
     }
 }
 
-fn verdict(violations: &[Violation], unmet: &[String]) -> RunVerdict {
+pub(super) fn verdict(violations: &[Violation], unmet: &[String]) -> RunVerdict {
     let lives = |violation: &Violation| violation.id.id().starts_with('L');
     if violations.iter().any(|violation| !lives(violation)) {
         RunVerdict::Correctness

@@ -153,6 +153,11 @@ impl Connection {
         self.dial = DialState::At(now + self.backoff(config));
     }
 
+    /// True while there is no link.
+    pub(super) fn is_unlinked(&self) -> bool {
+        self.unlinked.is_some()
+    }
+
     /// A link was attached.
     pub(super) fn link(&mut self, now: Nanos) {
         self.dial = DialState::Idle;

@@ -411,6 +411,7 @@ impl Peers {
         let connections = || self.connections.values();
         let early: usize = connections().map(|connection| connection.channel.early()).sum();
         let queued: usize = connections().map(|connection| connection.channel.queued()).sum();
+        let without_link = connections().filter(|connection| connection.is_unlinked()).count();
         Gauges {
             peers: self.connections.len() as u32,
             links: self.links.len() as u32,
@@ -418,6 +419,7 @@ impl Peers {
             violations: self.violations,
             delivered: self.delivered,
             remembered: (early + remembered.iter().sum::<usize>()) as u32,
+            failures: (self.backoffs.len() + without_link) as u32,
             ..Gauges::default()
         }
     }

@@ -70,6 +70,11 @@ impl Health {
         self.failures
     }
 
+    /// True if a failure or a strike has come since the last success.
+    pub(super) fn has_failed(&self) -> bool {
+        self.failures > 0 || self.strikes > 0
+    }
+
     /// True if it is kept out of traffic.
     pub(super) fn is_suspect(&self, now: Nanos) -> bool {
         now < self.until

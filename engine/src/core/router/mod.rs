@@ -419,6 +419,7 @@ impl Machine for Router {
             peers: self.dispatcher.registry.len() as u32,
             entries: (self.dispatcher.entries() + requests) as u32,
             remembered: remembered as u32,
+            failures: self.dispatcher.registry.failures() as u32,
             violations: rejected.min(u64::from(u32::MAX)) as u32,
             ..Gauges::default()
         }

@@ -67,6 +67,11 @@ impl LegRoom {
         self.limit
     }
 
+    /// Pauses in a row, since a leg was last served.
+    pub(super) fn pauses(&self) -> u32 {
+        self.pauses
+    }
+
     /// Learns from a busy answer. Returns the end of the pause if there is one.
     pub(super) fn refused(
         &mut self,

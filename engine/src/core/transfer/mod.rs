@@ -561,6 +561,7 @@ impl Machine for Transfer {
         ];
         let steps = self.steps.values().map(|sources| 1 + sources.len()).sum::<usize>();
         let entries = steps + flows + sources + listed + self.fencing.len() + self.ring.len();
+        let failures: usize = self.peers.values().map(TransferPeer::failures).sum();
         let alone = self.digests.values().filter(|digest| digest.alone).count();
         Gauges {
             transfers: (self.flows.len() + alone) as u32,
@@ -570,6 +571,7 @@ impl Machine for Transfer {
             peers: self.peers.len() as u32,
             entries: entries as u32,
             remembered: (self.sessions.len() + self.timers.len() + known) as u32,
+            failures: failures as u32,
             violations: self.violations,
             ..Gauges::default()
         }

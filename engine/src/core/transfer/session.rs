@@ -86,6 +86,13 @@ impl TransferPeer {
         self.ids.len() + ways + self.used.len()
     }
 
+    /// Its sessions that are not open or on which nothing was done since they died, and itself if
+    /// it is given up.
+    pub(super) fn failures(&self) -> usize {
+        let failed = |one: &&TransferSession| one.reopens > 0 || one.state != SessionState::Open;
+        self.sessions.iter().filter(failed).count() + usize::from(!self.working())
+    }
+
     pub(super) fn is_fencing(&self) -> bool {
         matches!(self.phase, TransferPeerPhase::Fencing(_))
     }

@@ -8,7 +8,7 @@ mod requests;
 
 pub(crate) use loads::{TrackedBlock, TrackedLoad};
 pub(crate) use ops::{OpExtent, TrackedOp};
-pub(crate) use requests::{RequestAt, TrackedClient, TrackedPrompt, freed};
+pub(crate) use requests::{RequestAt, TrackedClient, freed};
 
 use crate::abilities::fits;
 use crate::observation::{BlockRef, InstanceMachine, Observation, SimProcessId, SimRankId};
@@ -115,6 +115,16 @@ impl InvariantState {
     #[inline]
     pub(crate) fn place(&self, instance: u16) -> Option<&TrackedInstance> {
         self.places.get(usize::from(instance))
+    }
+
+    /// All instances by their numbers.
+    pub(crate) fn instances(&self) -> impl Iterator<Item = u16> + '_ {
+        0..self.places.len() as u16
+    }
+
+    /// The role of an instance; none for the router.
+    pub(crate) fn role(&self, instance: u16) -> Option<Role> {
+        self.place(instance).map(|place| place.role)
     }
 
     /// True if requests for this model may go to an instance; none is any.

@@ -299,6 +299,20 @@ fn a_prompt_that_went_without_its_kv_is_abandoned_while_others_go_on() {
 }
 
 #[test]
+fn prompt_that_ends_before_its_prefill_is_abandoned_once_no_sample_wants_it() {
+    let mut world = world(1, 1);
+    let parts = vec![native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)))];
+    world.give(RouterInput::Control(ControlEvent::Frame { link: LinkId(1), parts }));
+    let client = world.request(vec![prompt(100)], 2);
+    let key = world.live[&world.legs(client, Role::Prefill)[0]].key.clone();
+    // The decode had the prompt cached, and is gone before it can say so.
+    world.done(world.legs(client, Role::Decode)[0]);
+    assert_eq!(abandoned(&world), []);
+    world.done(world.legs(client, Role::Decode)[0]);
+    assert_eq!(abandoned(&world), [key]);
+}
+
+#[test]
 fn a_prefill_hears_nothing_of_what_was_fetched() {
     let mut world = world(1, 1);
     let parts = vec![native::encode(&Frame::Register(registration("p0", 1, 2, Mode::Push)))];

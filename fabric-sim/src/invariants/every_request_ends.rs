@@ -1,7 +1,7 @@
 //! L1: every request ends within the stated bound after the last fault.
 
 use super::payload_waits::PayloadWaits;
-use super::state::{RequestAt, TrackedPrompt, freed};
+use super::state::freed;
 use super::{CheckContext, Invariant, LivenessBounds};
 use crate::observation::{
     Observation, ObservationKind, PayloadSight, ReceiverOutcome, SimProcessId,
@@ -34,25 +34,18 @@ impl OpenRequest {
     }
 }
 
-/// Who may be reading prompts that are pulled.
+/// Who may be reading prompts, or is still to say that it does not.
 #[derive(Debug, Default)]
-struct PullSources {
+struct HeldSources {
     readers: BTreeMap<TransferKey, BTreeSet<SimProcessId>>,
     /// Instances could not reach each other for a while: what a reader gave up then it releases
     /// when both meet again, which may be never.
     cut: bool,
 }
 
-/// Prompts to be pulled that hold blocks.
-fn pulled(now: CheckContext<'_>) -> impl Iterator<Item = (&RequestAt, &TrackedPrompt)> {
-    now.state.prompts().filter(|(_, prompt)| prompt.mode == Mode::Pull)
-}
-
-impl PullSources {
+impl HeldSources {
     fn decode_hook(&mut self, who: SimProcessId, hook: &DecodeHook) {
-        if let DecodeHook::Arrived { leg, .. } = hook
-            && leg.mode == Mode::Pull
-        {
+        if let DecodeHook::Arrived { leg, .. } = hook {
             self.readers.entry(leg.key.clone()).or_default().insert(who);
         }
     }
@@ -60,9 +53,9 @@ impl PullSources {
     fn prefill_answer(&mut self, now: CheckContext<'_>, who: SimProcessId, answer: &PrefillAnswer) {
         let Some(request) = freed(answer) else { return };
         // A leg that was dispatched twice has a second prompt with the same readers.
-        let mut others = pulled(now).filter(|((at, other), _)| *at != who || other != request);
+        let mut others =
+            now.state.prompts().filter(|((at, other), _)| *at != who || other != request);
         if let Some(prompt) = now.state.prompt(who, request)
-            && prompt.mode == Mode::Pull
             && !others.any(|(_, other)| other.key == prompt.key)
         {
             self.readers.remove(&prompt.key);
@@ -71,11 +64,24 @@ impl PullSources {
 
     /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them,
     /// or may have given up while it was: it releases nothing, and nothing but time keeps it out.
-    fn wait_for_lease(&self, now: CheckContext<'_>) -> bool {
-        pulled(now).filter(|((who, _), _)| now.state.acts(*who)).any(|((who, _), prompt)| {
+    /// In push it is so for a request that has ended, as its decode had the prompt cached and died
+    /// before it could say so; `open` has the others.
+    fn wait_for_lease(
+        &self,
+        now: CheckContext<'_>,
+        open: &BTreeMap<ClientId, OpenRequest>,
+    ) -> bool {
+        let legs = open.keys().filter_map(|client| now.state.client(*client));
+        let wanted: BTreeSet<_> = legs.flat_map(|it| &it.legs).map(|leg| &leg.key).collect();
+        let held = now.state.prompts().filter(|((who, _), _)| now.state.acts(*who));
+        held.into_iter().any(|((who, _), prompt)| {
             let lost = |reader: &SimProcessId| {
                 let pair = BTreeSet::from([who.instance, reader.instance]);
-                self.cut || !now.state.acts(*reader) || now.state.is_broken(&pair)
+                let is_gone = !now.state.acts(*reader);
+                match prompt.mode {
+                    Mode::Pull => self.cut || is_gone || now.state.is_broken(&pair),
+                    Mode::Push => is_gone && !wanted.contains(&prompt.key),
+                }
             };
             self.readers.get(&prompt.key).is_some_and(|readers| readers.iter().any(lost))
         })
@@ -85,14 +91,14 @@ impl PullSources {
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On
 /// top comes what a request may have to wait for by design: without a leg, for the pause before it
-/// is tried again and for an instance; in pull, for the lease of a reader that is gone for good;
+/// is tried again and for an instance; for the lease of a reader that is gone for good;
 /// for a prompt that ended so long ago that its name is forgotten; for an instance that drains and
 /// stands still. The file's own bound, `expect.within`, counts from the start.
 #[derive(Debug, Default)]
 pub(super) struct EveryRequestEnds {
     limits: LivenessBounds,
     open: BTreeMap<ClientId, OpenRequest>,
-    sources: PullSources,
+    sources: HeldSources,
     payloads: PayloadWaits,
     legs: BTreeMap<LegId, ClientId>,
     progress: Nanos,
@@ -143,7 +149,8 @@ impl EveryRequestEnds {
             now.state.healed.map(|healed| healed.max(self.progress).max(now.state.last_fault));
         let Some(still) = still else { return };
         let limits = self.limits;
-        let lease = if self.sources.wait_for_lease(now) { limits.lease } else { Nanos::ZERO };
+        let lease =
+            if self.sources.wait_for_lease(now, &self.open) { limits.lease } else { Nanos::ZERO };
         let held = lease.max(limits.orphan).max(limits.drain);
         self.open.retain(|client, open| {
             let wait = if open.legs == 0 { limits.wait + limits.breaker } else { held };
@@ -291,8 +298,8 @@ mod tests {
         bench.fails("has no answer");
     }
 
-    fn prompt_arrives(bench: &mut InvariantBench, id: &str) {
-        let leg = prefill_leg("s", Mode::Pull);
+    fn prompt_arrives(bench: &mut InvariantBench, id: &str, mode: Mode) {
+        let leg = prefill_leg("s", mode);
         let hook =
             &PrefillHook::Arrived { request: request(id), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::PrefillHook { who: P0, hook });
@@ -301,9 +308,12 @@ mod tests {
     /// A prompt of P0 is pulled by D0 in another incarnation than the one that D0 has now, or the
     /// same.
     fn granted(lost: bool) -> InvariantBench {
-        let mut bench = bench();
-        prompt_arrives(&mut bench, "s");
-        let leg = DecodeLeg { mode: Mode::Pull, ..decode_leg("s") };
+        granted_in(bench(), Mode::Pull, lost)
+    }
+
+    fn granted_in(mut bench: InvariantBench, mode: Mode, lost: bool) -> InvariantBench {
+        prompt_arrives(&mut bench, "s", mode);
+        let leg = DecodeLeg { mode, ..decode_leg("s") };
         let hook =
             &DecodeHook::Arrived { request: request("s"), leg, tokens: 16, prompt_hash: HASH };
         bench.see(Observation::DecodeHook { who: D0, hook });
@@ -334,9 +344,24 @@ mod tests {
     }
 
     #[test]
+    fn pushed_prompt_is_waited_for_if_its_request_has_ended_and_its_decode_is_gone() {
+        for (ended, lost) in [(true, true), (true, false), (false, true)] {
+            let mut bench = bench();
+            bench.asked(2);
+            bench.dispatched(2, 6, D0, &decode_body("s"));
+            let mut bench = granted_in(bench, Mode::Push, lost);
+            bench.now = Nanos::ZERO;
+            bench.answered(if ended { 2 } else { 1 }, &finished_answer(false));
+            bench.now = Nanos::from_secs(20);
+            bench.see(Observation::Stepped { who: P0 });
+            bench.judges(ended && lost, "has no answer, 1 legs are open");
+        }
+    }
+
+    #[test]
     fn a_second_copy_of_a_prompt_that_goes_leaves_the_lease_of_the_first() {
         let mut bench = granted(true);
-        prompt_arrives(&mut bench, "copy");
+        prompt_arrives(&mut bench, "copy", Mode::Pull);
         let answer = &PrefillAnswer::SourceFree { request: request("copy"), failure: None };
         bench.see(Observation::PrefillAnswer { who: P0, answer });
         bench.now = bench.now + Nanos::from_secs(20);

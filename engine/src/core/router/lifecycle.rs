@@ -346,11 +346,14 @@ impl Router {
         work.samples[sample].progress = SampleProgress::Done;
         work.recomputed |= recomputed.is_some();
         if work.is_done() {
-            // Nobody wants its KV any more, e.g. because the decode computed it itself.
-            if let Some(prefill) = work.prefill.take() {
+            // Nobody wants its KV any more: the decode computed it itself, or had it cached. That a
+            // prefill which ends meanwhile need not keep it the decode says, too, if it lives.
+            let running = work.prefill.take();
+            if let Some(prefill) = running {
                 self.dispatcher.cancel(prefill, turn);
             }
-            if work.recomputed {
+            let is_early = running.is_some() && !planted!("cached-prompts-are-not-abandoned");
+            if work.recomputed || is_early {
                 self.dispatcher.abandon(work, turn);
             }
         }

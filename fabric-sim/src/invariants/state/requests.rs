@@ -20,7 +20,7 @@ pub(crate) struct TrackedLeg {
     instance: u16,
     pub(crate) part: DispatchedPart,
     /// Each try has a key of its own.
-    key: TransferKey,
+    pub(crate) key: TransferKey,
 }
 
 impl TrackedLeg {

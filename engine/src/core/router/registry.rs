@@ -148,19 +148,6 @@ impl RegisteredInstance {
         pairs.iter().sum::<usize>() + told + self.prefixes.len()
     }
 
-    /// What is kept against it, or of its pairs, until a success.
-    fn failures(&self) -> usize {
-        let own = [
-            self.health.has_failed(),
-            self.room.pauses() > 0,
-            self.unproven,
-            self.hostless.is_some(),
-        ];
-        let pairs = self.failing.values().filter(|health| health.has_failed()).count();
-        let told = self.troubles.len() + self.registration.troubles.len();
-        own.into_iter().filter(|is_kept| *is_kept).count() + pairs + told
-    }
-
     /// True if it takes nothing more, and finishes what it has.
     pub(super) fn is_leaving(&self) -> bool {
         self.registration.draining || self.switched
@@ -558,12 +545,6 @@ impl Registry {
         let kept = self.instances.values().map(RegisteredInstance::remembered);
         self.known.len() + self.left.len() + self.served.len() + kept.sum::<usize>()
     }
-
-    /// What is kept against instances that are registered, and their pairs, until a success.
-    pub(super) fn failures(&self) -> usize {
-        let there = self.instances.values().filter(|instance| !instance.lost && !instance.switched);
-        there.map(RegisteredInstance::failures).sum()
-    }
 }
 
 fn refresh(
@@ -590,6 +571,7 @@ fn refresh(
 }
 
 mod departures;
+mod failures;
 mod hosts;
 pub(super) mod models;
 mod pairs;

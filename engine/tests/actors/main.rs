@@ -1,6 +1,7 @@
 //! The machines in the actors that are deployed, on planes of this process and real time: one
 //! prompt goes from prefill to decode, byte for byte.
 
+mod deadlines;
 mod doorbell;
 mod planes;
 

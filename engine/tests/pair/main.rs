@@ -4,6 +4,7 @@
 mod again;
 mod bounds;
 mod damage;
+mod integrity;
 mod leases;
 mod load;
 mod names;

@@ -3,6 +3,7 @@
 
 use super::*;
 use kvferry_engine::core::layout::{Geometry, GroupKind, KvGroup, LayerLayout, Slices};
+use kvferry_engine::core::verify::Verify;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -18,16 +19,20 @@ const EXTRA: i64 = 1;
 /// A group of a request, as vLLM's managers of KV cache groups keep it. Block ids are drawn from
 /// the logical index, so that no two are neighbours by chance.
 #[derive(Clone, Debug)]
-struct Table {
+pub(crate) struct Table {
     /// Window, or 0 for full attention.
-    window: u32,
-    size: u32,
-    ids: Vec<u32>,
+    pub(crate) window: u32,
+    pub(crate) size: u32,
+    pub(crate) ids: Vec<u32>,
+    /// Blocks of the group.
+    pub(crate) pool: u32,
+    /// What the id of the first block is drawn from.
+    pub(crate) first: u32,
 }
 
 impl Table {
     fn new(window: u32, size: u32) -> Table {
-        Table { window, size, ids: Vec::new() }
+        Table { window, size, ids: Vec::new(), pool: POOL, first: 11 }
     }
 
     /// vLLM's `get_num_skipped_tokens`.
@@ -37,13 +42,13 @@ impl Table {
     }
 
     /// vLLM's `remove_skipped_blocks`.
-    fn free(&mut self, computed: u32) {
+    pub(crate) fn free(&mut self, computed: u32) {
         let gone = (self.skipped(computed) / self.size) as usize;
         self.ids.iter_mut().take(gone).for_each(|id| *id = 0);
     }
 
     /// Takes the blocks of a prefix hit, of a window as many as vLLM's `find_longest_cache_hit` looks for.
-    fn hit(&mut self, tokens: u32) {
+    pub(crate) fn hit(&mut self, tokens: u32) {
         self.grow(tokens);
         if self.window > 0 {
             let gone =
@@ -53,22 +58,22 @@ impl Table {
     }
 
     /// Adds blocks for tokens `..to`; returns which.
-    fn grow(&mut self, to: u32) -> (u32, Vec<u32>) {
+    pub(crate) fn grow(&mut self, to: u32) -> (u32, Vec<u32>) {
         let first = self.ids.len() as u32;
-        let added: Vec<u32> =
-            (first..to.div_ceil(self.size)).map(|at| 1 + (at * 37 + 11) % (POOL - 1)).collect();
+        let id = |at| 1 + (at * 37 + self.first) % (self.pool - 1);
+        let added: Vec<u32> = (first..to.div_ceil(self.size)).map(id).collect();
         self.ids.extend(&added);
         (first, added)
     }
 
     /// The same, of which the leading null blocks are not named, as the connector does it.
-    fn listed((first, ids): (u32, Vec<u32>)) -> BlockList {
+    pub(crate) fn listed((first, ids): (u32, Vec<u32>)) -> BlockList {
         let gone = ids.iter().take_while(|id| **id == 0).count();
         BlockList { first: first + gone as u32, ids: ids[gone..].to_vec() }
     }
 
     /// Block and row of a token, if it is there.
-    fn place(&self, token: u32) -> Option<(u32, u32)> {
+    pub(crate) fn place(&self, token: u32) -> Option<(u32, u32)> {
         let id = *self.ids.get((token / self.size) as usize)?;
         (id != 0).then_some((id, token % self.size))
     }
@@ -267,7 +272,7 @@ fn prefix_hits(tokens: u32, sizes: [u32; 2]) -> [[u32; 2]; 4] {
 fn every_length(mode: Mode, sizes: impl Fn(u32) -> [u32; 2]) {
     for (window, size) in WINDOWS.into_iter().flat_map(|window| BLOCKS.map(|size| (window, size))) {
         let sizes = sizes(size);
-        let mut pair = PairWorld::with_kv(mode, sizes.map(|size| kv(window, size)));
+        let mut pair = PairWorld::with_kv(mode, sizes.map(|size| kv(window, size)), Verify::Off);
         let mut step = 0;
         for tokens in 1..=LENGTHS {
             let mut done = Vec::new();

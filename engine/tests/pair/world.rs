@@ -1,13 +1,15 @@
 //! A prefill and a decode engine with their transfer actors, joined by planes that move no bytes:
 //! just enough world to see what the machines say to each other and to their engines.
 
+mod planes;
 mod setup;
 
+pub(crate) use planes::{Damage, Moment, PlaneBytes, RankId};
+use setup::KvCache;
 pub(crate) use setup::{BLOCK, HASH, LAYERS, actor, caps, core_config, layers};
-use setup::{KvCache, mori_region};
 
 use kvferry_engine::core::channel::ChannelConfig;
-use kvferry_engine::core::command::{ControlCommand, DataCommand, DataRefusal};
+use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::config::{CoreConfig, CoreSettings};
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput, VerifyCounters};
 use kvferry_engine::core::error::{Failure, PeerViolation};
@@ -83,7 +85,9 @@ pub(crate) struct PairWorld {
     pub(crate) quiet_us: u64,
     /// Operations that the planes take at a time, whatever their capabilities say.
     pub(crate) credit: usize,
-    /// What a plane makes of the seed of a digest: bytes are the same everywhere.
+    /// Memory, in tests that look at bytes.
+    pub(crate) bytes: PlaneBytes,
+    /// What a plane without memory makes of the seed of a digest: bytes are the same everywhere.
     pub(crate) digests: DigestScript,
     /// Microseconds that a digest takes.
     pub(crate) digest_us: u64,
@@ -205,6 +209,7 @@ impl PairWorld {
             opens: (500, 0),
             quiet_us: 10,
             credit: usize::MAX,
+            bytes: PlaneBytes::default(),
             digests: Box::new(|_, seed| Ok(seed)),
             digest_us: 5,
             frame_passes: Box::new(|_| true),
@@ -447,87 +452,6 @@ impl PairWorld {
         for (role, rank) in ranks {
             let input = PairInput::Transfer(TransferInput::Job(job.clone()));
             self.after(1, Speaker::Rank(role, rank), input);
-        }
-    }
-
-    fn event(&mut self, us: u64, role: Role, rank: u16, event: DataEvent) {
-        self.after(us, Speaker::Rank(role, rank), PairInput::Transfer(TransferInput::Data(event)));
-    }
-
-    fn data(&mut self, role: Role, rank: u16, command: DataCommand) {
-        match command {
-            DataCommand::Register { region, .. } => {
-                let result = Ok(match self.describes {
-                    true => mori_region(),
-                    false => RegionDesc([role as u8, rank as u8].into()),
-                });
-                self.event(10, role, rank, DataEvent::Registered { region, result });
-            }
-            DataCommand::Open { session, .. } => {
-                self.opens.1 += 1;
-                self.event(self.opens.0, role, rank, DataEvent::Opened { session, result: Ok(()) });
-            }
-            DataCommand::Submit { op, session, slices, .. } => {
-                assert!(!slices.is_empty());
-                self.ops += 1;
-                *self.posted.entry(slices.local[0]).or_default() += 1;
-                self.moved.push(slices.clone());
-                let flying = self.flying.entry((role, rank, session)).or_default();
-                if flying.len() >= self.credit {
-                    self.refused += 1;
-                    let refused = DataRefusal::Submit { op, why: Refused::Busy };
-                    let input = PairInput::Transfer(TransferInput::Refused(refused));
-                    return self.after(0, Speaker::Rank(role, rank), input);
-                }
-                flying.push(op);
-                let (ranges, bytes) = (slices.count() as u64, slices.bytes());
-                let more = Credits { operations: 1, ranges, bytes };
-                let used = self.used.entry((role, rank)).or_default();
-                assert!(self.caps.in_all.fits(used, &more), "{more:?} beside {used:?}");
-                assert!(self.caps.per_peer.fits(used, &more), "{more:?} beside {used:?}");
-                assert!(ranges <= self.caps.slices_max.into());
-                let us = (self.op_us)(more, *used);
-                used.add(&more);
-                self.credits.insert((role, rank, op), more);
-                let outcome = match (self.op_fate)(self.ops) {
-                    OpResult::Done => Completion::Done,
-                    OpResult::Fails(cause, landed) => Completion::Failed { cause, landed },
-                    OpResult::Silent => return,
-                };
-                self.event(us, role, rank, DataEvent::Completed { op, outcome });
-            }
-            DataCommand::Close { session } => {
-                let flying = self.flying.remove(&(role, rank, session)).unwrap_or_default();
-                for op in flying {
-                    let outcome =
-                        Completion::Failed { cause: FabricError::Closed, landed: Landed::Unknown };
-                    self.event(5, role, rank, DataEvent::Completed { op, outcome });
-                }
-            }
-            DataCommand::Quiesce { session, ticket } => {
-                self.tickets.push((role, rank, session, ticket));
-            }
-            DataCommand::Fence { peer } => {
-                self.event(50, role, rank, DataEvent::Fenced { peer });
-            }
-            DataCommand::Digest(DigestBatch { id, parts, .. }) => {
-                let mut digest = |part| (self.digests)(role, parts.seed(part));
-                let result = (0..parts.count()).map(&mut digest).collect();
-                self.event(self.digest_us, role, rank, DataEvent::Digested { id, result });
-            }
-            DataCommand::Connect { .. } | DataCommand::Disconnect { .. } => {}
-        }
-    }
-
-    fn answer_tickets(&mut self) {
-        let flying = &self.flying;
-        let busy = |(role, rank, session, _): &(Role, u16, SessionId, QuiesceTicket)| {
-            flying.get(&(*role, *rank, *session)).is_some_and(|ops| !ops.is_empty())
-        };
-        let (wait, quiet): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(busy);
-        self.tickets = wait;
-        for (role, rank, session, ticket) in quiet {
-            self.event(self.quiet_us, role, rank, DataEvent::Quiet { session, ticket });
         }
     }
 

@@ -1,9 +1,10 @@
 //! Whether the KV that arrived is that of the prefill, before the engine is told of it.
 
-use super::request::DecodePhase;
+use super::request::{DecodePhase, DecodeRequest};
 use super::{Decode, DecodeTurn};
 use crate::core::error::Failure;
 use crate::core::ids::{FlowId, RankSet, RequestId};
+use crate::core::layout::{Geometry, GroupKind};
 use crate::core::message::{FlowState, TransferJob};
 use crate::core::verify::{DigestPlan, KvDigest, block_tokens};
 
@@ -22,6 +23,8 @@ pub(super) struct KvCheck {
     pub(super) flow: FlowId,
     /// Ranks that have not ended it.
     left: RankSet,
+    /// First token that is digested.
+    from: u32,
     /// Tokens for which there is one sum.
     block: u32,
     /// What they have found so far.
@@ -31,6 +34,25 @@ pub(super) struct KvCheck {
 }
 
 impl Decode {
+    /// First token that a peer with this geometry writes, or that is read from it.
+    ///
+    /// A prefill digests whole blocks before it knows where a prefix hit of a decode that reads ends.
+    /// So a decode that verifies reads the whole block in which its hit ends. It reads no more than the
+    /// rest where groups have blocks of different sizes: those before the end of the hit are not among
+    /// the destinations.
+    pub(super) fn moved_from(&self, request: &DecodeRequest, peer: &Geometry) -> u32 {
+        let (own, computed) = (&self.config.geometry, request.computed);
+        let block = block_tokens(peer, own);
+        let groups = peer.groups.iter().zip(&own.groups);
+        let mut kept = groups.filter(|(group, _)| group.kind != GroupKind::State);
+        let is_equal = kept.all(|(peer, own)| peer.block_tokens.min(own.block_tokens) == block);
+        let is_exact = planted!("reads-begin-inside-of-a-block");
+        match !self.config.verify.is_off() && request.lease.is_some() && is_equal && !is_exact {
+            true => computed - computed % block,
+            false => computed,
+        }
+    }
+
     /// Everything is in the blocks, as far as is known: the engine is told, after a look at the
     /// bytes if they are to be verified.
     pub(super) fn arrived_whole(
@@ -44,7 +66,7 @@ impl Decode {
             return self.answer(id, Ok(()), turn);
         }
         let flow = FlowId(self.fresh());
-        let Some(request) = self.requests.get_mut(id) else { return };
+        let Some(request) = self.requests.get(id) else { return };
         let Some(sent) = sent else {
             let why = "the prefill sent no digest of it, though it was asked for one";
             return self.answer(id, Err(Failure::Corrupt(why.into())), turn);
@@ -55,17 +77,19 @@ impl Decode {
         let plan =
             DigestPlan::new(level, (&request.tag.key, info.incarnation), request.prompt_hash);
         let block = block_tokens(&info.geometry, &self.config.geometry);
+        let from = self.moved_from(request, &info.geometry);
         turn.push(TransferJob::Digest {
             flow,
             peer: request.connection,
-            from: request.computed,
+            from,
             tokens: request.tokens,
             blocks: request.blocks.clone(),
             plan,
         });
         let left = RankSet::first(self.config.geometry.tp);
         let found = KvDigest::default();
-        request.phase = DecodePhase::Checking(KvCheck { flow, left, block, found, sent });
+        let Some(request) = self.requests.get_mut(id) else { return };
+        request.phase = DecodePhase::Checking(KvCheck { flow, left, from, block, found, sent });
         self.flows.insert(flow, id.clone());
         if planted!("loaded-before-it-is-verified") {
             self.answer(id, Ok(()), turn);
@@ -105,14 +129,13 @@ impl Decode {
     fn compare(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let Some(request) = self.requests.get(id) else { return };
         let DecodePhase::Checking(check) = &request.phase else { return };
-        let KvCheck { flow, block, found, sent, .. } = check;
-        let (flow, block) = (*flow, *block);
+        let KvCheck { flow, from, block, found, sent, .. } = check;
+        let (flow, from, block) = (*flow, *from, *block);
         // A prefill that is read from does not know what was here already.
-        let is_whole = request.lease.is_none() || request.computed == 0;
-        let from = match planted!("the-block-where-a-hit-ends-is-not-compared") {
-            true => request.computed.div_ceil(block),
-            false => request.computed / block,
-        } as usize;
+        let is_read = request.lease.is_some();
+        let is_whole = !is_read || from == 0;
+        let skips_a_part = is_read || planted!("the-block-where-a-hit-ends-is-not-compared");
+        let from = if skips_a_part { from.div_ceil(block) } else { from / block } as usize;
         let difference = sent.difference(found, from, is_whole);
         let wrong = difference.filter(|_| !planted!("digests-are-not-compared"));
         let result = match wrong {

@@ -81,6 +81,9 @@ impl Decode {
     pub(super) fn start_reading(&mut self, id: &RequestId, turn: &mut DecodeTurn<'_>) {
         let flow = FlowId(self.fresh());
         let ranks = RankSet::first(self.config.geometry.tp);
+        let Some(request) = self.requests.get(id) else { return };
+        let info = self.peer_manager.info(request.connection);
+        let from = info.map_or(request.computed, |info| self.moved_from(request, &info.geometry));
         let Some(request) = self.requests.get_mut(id) else { return };
         let (DecodePhase::Reading(read), Some(Lease { expiry: Some(_), remote: Some(remote), .. })) =
             (&mut request.phase, &request.lease)
@@ -92,7 +95,7 @@ impl Decode {
             flow,
             request: id.clone(),
             peer: request.connection,
-            from: request.computed,
+            from,
             tokens: request.tokens,
             remote: remote.clone(),
             local: request.blocks.clone(),

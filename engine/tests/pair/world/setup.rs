@@ -10,6 +10,7 @@ use kvferry_engine::core::message::{Mode, Role};
 use kvferry_engine::core::moriio::{MoriioConfig, MoriioSettings};
 use kvferry_engine::core::prompt_hash::PromptHash;
 use kvferry_engine::core::transfer::{TransferConfig, TransferSettings};
+use kvferry_engine::core::verify::Verify;
 use kvferry_engine::fabric::*;
 
 /// The recorded connections are of as many.
@@ -101,11 +102,12 @@ impl PairWorld {
         PairWorld::of(core(Role::Prefill), decode, caps(), settings)
     }
 
-    /// One rank each, with KV caches of their own.
-    pub(crate) fn with_kv(mode: Mode, kv: [KvCache; 2]) -> PairWorld {
+    /// KV caches of their own, which all ranks of an engine have alike.
+    pub(crate) fn with_kv(mode: Mode, kv: [KvCache; 2], verify: Verify) -> PairWorld {
         let roles = [Role::Prefill, Role::Decode];
         let core = |at: usize| CoreConfig {
             geometry: kv[at].0.clone().into(),
+            verify,
             ..core_config(roles[at], mode, 1, &CoreSettings::default())
         };
         let (cores, kv) = ((core(0), core(1)), roles.into_iter().zip(kv.clone()).collect());

@@ -217,6 +217,11 @@ pub fn block_tokens(one: &Geometry, other: &Geometry) -> u32 {
 
 /// An empty digest of a prompt of `tokens` tokens that moves between these.
 pub(super) fn empty(one: &Geometry, other: &Geometry, tokens: u32) -> KvDigest {
-    let blocks = tokens.div_ceil(block_tokens(one, other));
+    let largest = |at: &Geometry| at.groups.iter().map(|group| group.block_tokens).max();
+    let block = match planted!("sums-are-of-the-larger-block") {
+        true => largest(one).max(largest(other)).unwrap_or(1),
+        false => block_tokens(one, other),
+    };
+    let blocks = tokens.div_ceil(block);
     KvDigest::new(blocks as usize, usize::from(one.layers))
 }

@@ -198,7 +198,11 @@ impl LayerMapping {
     ) {
         let nest = self.nest(rows.end - rows.start);
         let origin = origin.wrapping_add(of(self.token.times(rows.start)));
-        nest.outer.each(|outer| {
+        let outer = match planted!("digests-stay-inside-of-blocks") {
+            true => Loops::new(&[]),
+            false => nest.outer,
+        };
+        outer.each(|outer| {
             nest.inner.each(|inner| each(origin.wrapping_add(of(outer.plus(inner))), nest.len));
         });
     }

@@ -152,6 +152,9 @@ impl Transfer {
             Role::Prefill => (RouteSide::Local, (own, theirs)),
             Role::Decode => (RouteSide::Remote, (theirs, own)),
         };
+        if planted!("copies-of-a-head-are-digested-once") && self.is_copy(peer, ranks.1) {
+            return Ok(());
+        }
         for layer in span.layers {
             let Some(digest) = self.digests.get(&flow) else { return Ok(()) };
             let geometry = &self.config.geometry;
@@ -167,6 +170,15 @@ impl Transfer {
             self.digests.entry(flow).and_modify(|digest| digest.open += 1);
         }
         Ok(())
+    }
+
+    /// True if a rank of the decode has the heads of a lower one.
+    fn is_copy(&self, peer: ConnectionId, rank: u16) -> bool {
+        let decode = match (self.config.role, self.peers.get(&peer)) {
+            (Role::Prefill, Some(peer)) => &peer.layout.0,
+            _ => &self.config.geometry,
+        };
+        !rank.is_multiple_of((decode.tp / decode.kv_heads.max(1)).max(1))
     }
 
     /// The plane has answered, or has not taken it.
@@ -262,9 +274,10 @@ fn batch(
     let (group, tokens) = (&geometry.groups[span.group], digest.tokens);
     let is_state = group.kind == GroupKind::State;
     let unit = route.unit_tokens(span.group);
+    let whole = if planted!("digests-begin-with-the-window") { 1 } else { unit };
     let (from, to) = match is_state {
-        true => (0, 1),
-        false => (group.kind.handed_over_from(span.from, tokens, unit), span.to),
+        true => (0, u32::from(!planted!("states-are-not-digested"))),
+        false => (group.kind.handed_over_from(span.from, tokens, whole), span.to),
     };
     if from >= to {
         return Ok((parts, blocks));
@@ -275,7 +288,7 @@ fn batch(
             continue;
         }
         let first = number * unit;
-        let rows = match geometry.packed {
+        let rows = match geometry.packed && !planted!("rest-of-a-packed-block-is-not-digested") {
             true => 0..unit,
             false => from.saturating_sub(first)..(tokens - first).min(unit),
         };

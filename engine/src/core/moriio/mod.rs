@@ -483,4 +483,6 @@ impl MoriioPeers {
 }
 
 #[cfg(test)]
+mod places;
+#[cfg(test)]
 mod tests;

@@ -166,6 +166,34 @@ fn a_writer_of_0_32_with_another_tp_size_is_refused() {
     }
 }
 
+/// It takes the blocks of the decode to lie as far apart as its own do.
+#[test]
+fn a_writer_of_0_32_with_interleaved_layers_is_refused_where_they_are_not() {
+    let interleaved = |(mut metadata, memory): (AgentMetadata, LayerMemory)| {
+        let block = block(1);
+        metadata.base_addrs = (0..).map(|layer| 0x10_0000 + layer * block).take(2).collect();
+        (metadata, memory)
+    };
+    for (mode, told, is_refused) in [
+        (Mode::Push, interleaved(replies_of(1, 0x10_0000)), true),
+        (Mode::Push, replies_of(1, 0x10_0000), false),
+        // Who reads knows where the blocks of the other side are.
+        (Mode::Pull, interleaved(replies_of(1, 0x10_0000)), false),
+    ] {
+        let mut table = decode_of(1, mode).ready_of(1);
+        arrive_at_decode(&mut table, "d", mode, moriio_peer_of(1));
+        table.handshake_of(0, &told);
+        let mut wants = std::mem::take(&mut table.wants).into_iter();
+        let refused = wants.find_map(|want| match want {
+            CoreOutput::Answer(DecodeAnswer::Rejected { failure, .. }) => Some(failure.to_string()),
+            _ => None,
+        });
+        let is_right = |why: &String| why.contains("1024 bytes apart") && why.contains("layers.0");
+        assert_eq!(refused.is_some(), is_refused, "{mode}: {refused:?}");
+        assert!(refused.iter().all(is_right), "{refused:?}");
+    }
+}
+
 #[test]
 fn ranks_that_are_none_and_layouts_that_are_none_are_refused() {
     let numbers = |change: fn(&mut Vec<i64>)| {

@@ -29,7 +29,7 @@ pub(crate) const BLOCKS: u32 = 8;
 /// KV heads of the model.
 const HEADS: u16 = 2;
 /// Bytes of a block of one rank: its heads, 16 tokens, 8 elements of 2 bytes.
-const fn block(tp: u16) -> u64 {
+pub(crate) const fn block(tp: u16) -> u64 {
     heads(tp) as u64 * 16 * 8 * 2
 }
 

@@ -162,12 +162,35 @@ pub(super) fn peer(
     let ranks = ranks
         .map(|(replies, rank)| rank_layout(config, (geometry, first), (&there, rank), replies))
         .collect::<Result<Vec<_>, Mismatch>>()?;
+    if (role, mode) == (Role::Decode, Mode::Push) && !is_of_0_33 {
+        ranks.iter().try_for_each(|rank| same_distances(config, first, rank))?;
+    }
     let theirs = (&there, &ranks[..]);
     match role {
         Role::Prefill => layout::check(own, theirs)?,
         Role::Decode => layout::check(theirs, own)?,
     }
     Ok((there, ranks))
+}
+
+/// Refuses a writer of 0.32.0 whose blocks lie at other distances: it takes ours to lie as its own.
+fn same_distances(
+    config: &MoriioConfig,
+    own: &RankLayout,
+    peer: &RankLayout,
+) -> Result<(), Mismatch> {
+    let bytes = |layer: &LayerLayout| layer.stride[0] * u64::from(layer.element);
+    for ((own, peer), name) in own.layers.iter().zip(&peer.layers).zip(&config.layer_names) {
+        let (own, peer) = (bytes(own), bytes(peer));
+        if own != peer && !planted!("writers-at-other-distances-are-taken") {
+            return refuse(format_args!(
+                "a prefill of vLLM 0.32.0 writes where its own blocks would lie, {peer} bytes apart in \
+                 layer {name}, and here they are {own} apart: give both caches the same arrangement of \
+                 layers, or read (read_mode true)"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Where the KV of one rank of a peer lies.

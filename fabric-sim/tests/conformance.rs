@@ -1,6 +1,8 @@
 //! The simulated planes do what every plane has to do.
 
-use kvferry_engine::conformance::{ControlFixture, DataFixture, control_plane, data_plane};
+use kvferry_engine::conformance::{
+    ControlFixture, DataFixture, control_plane, data_plane, data_plane_limits,
+};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Caps, ControlPlane, Credits, DataPlane, Endpoint, FenceScope, Memory, Placement, PlaneTimeouts,
@@ -46,14 +48,25 @@ struct SimDataFixture {
 
 impl SimDataFixture {
     fn new(seed: u64, nodes: [u32; 2], overtaking: bool) -> SimDataFixture {
+        let limits = (128, Credits::UNLIMITED, Credits::of_operations(32));
+        SimDataFixture::limited(seed, nodes, overtaking, limits)
+    }
+
+    /// Planes whose operations have as many ranges, and which have credit per peer and in all.
+    fn limited(
+        seed: u64,
+        nodes: [u32; 2],
+        overtaking: bool,
+        (slices_max, per_peer, in_all): (u32, Credits, Credits),
+    ) -> SimDataFixture {
         let mut dma = Dma::new(DmaConfig { seed, ..DmaConfig::default() });
         let placement = if overtaking { Placement::OnQuiet } else { Placement::OnCompletion };
         let caps = Caps {
             read: true,
             write: true,
-            slices_max: 128,
-            per_peer: Credits::UNLIMITED,
-            in_all: Credits::of_operations(32),
+            slices_max,
+            per_peer,
+            in_all,
             placement,
             fence: FenceScope::Peer,
             patience: PlaneTimeouts::default(),
@@ -155,6 +168,24 @@ fn data_plane_within_a_node() {
 fn data_plane_whose_completions_overtake_bytes() {
     for seed in 0..10 {
         data_plane(&mut || Box::new(SimDataFixture::new(seed, [0, 1], true)));
+    }
+}
+
+#[test]
+fn data_plane_of_little_credit() {
+    let few = Credits { operations: 40, ranges: 70, bytes: 40_000 };
+    let least = Credits { operations: 12, ranges: 48, bytes: 16_384 };
+    let one = Credits { operations: 1, ..few };
+    let all = Credits::UNLIMITED;
+    for (seed, credits) in
+        (0..).zip([(few, all), (all, few), (least, few), (few, least), (one, few), (few, one)])
+    {
+        for slices_max in [1, 8, 9, 48] {
+            let limits = (slices_max, credits.0, credits.1);
+            data_plane_limits(&mut || {
+                Box::new(SimDataFixture::limited(seed, [0, 1], false, limits))
+            });
+        }
     }
 }
 

@@ -1,8 +1,9 @@
 //! A data plane whose backend goes and comes back, as MoRI's when a port flaps.
 
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, REGION};
+use super::data_limits::assert_serves;
 use crate::fabric::{
-    Completion, DataEvent, Direction, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, SessionId,
+    DataEvent, Direction, OpId, PeerId, QuiesceTicket, Refused, RegionDesc, SessionId,
 };
 
 /// How often it goes.
@@ -55,11 +56,7 @@ pub(super) fn a_backend_that_is_gone_is_replaced(fixture: &mut dyn DataFixture) 
         let (peer, session) = (PeerId(flap), SessionId(2 * flap));
         rig.connect(peer, FENCE_KEY + u64::from(flap));
         rig.open(session, peer, &remote).expect("the session opens");
-        let expected = rig.bytes(0)[..64].to_vec();
-        let op = rig.submit(session, Direction::Write, &[(0, 0, 64)]).expect("a write is taken");
-        assert_eq!(rig.finish(op), Completion::Done);
-        rig.quiesce(session, QuiesceTicket(0));
-        assert!(rig.bytes(1)[..64] == expected, "backend {flap} moves bytes");
+        assert_serves(&mut rig, session);
         if !rig.fixture.backend(false) {
             return;
         }

@@ -86,7 +86,8 @@ pub(super) fn close_spares_other_sessions(fixture: &mut dyn DataFixture) {
     assert_eq!(rig.finish(op), Completion::Done);
 }
 
-fn fence(rig: &mut DataHarness<'_>, peer: PeerId) {
+/// Has plane 1 fence a peer.
+pub(super) fn fence(rig: &mut DataHarness<'_>, peer: PeerId) {
     rig.plane(1).fence(peer);
     let answer = DataEvent::Fenced { peer };
     rig.until("Fenced", |rig| rig.seen[1].contains(&answer));
@@ -98,7 +99,7 @@ fn moments() -> impl Iterator<Item = u32> {
 }
 
 /// A descriptor of plane 1's memory that is good after a fence.
-fn renewed(rig: &mut DataHarness<'_>, remote: RegionDesc) -> RegionDesc {
+pub(super) fn renewed(rig: &mut DataHarness<'_>, remote: RegionDesc) -> RegionDesc {
     match rig.fixture.fence_scope() {
         FenceScope::Peer => return remote,
         FenceScope::Region => rig.plane(1).deregister(REGION).expect("nothing uses it"),

@@ -20,9 +20,11 @@
 mod backend;
 mod control;
 mod data;
+mod data_edges;
 mod data_harness;
 mod data_limits;
 mod data_plane_pair;
+mod data_recovery;
 mod data_shutdown;
 mod remote_plane;
 
@@ -63,11 +65,63 @@ pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("deregister_ends_remote_access", data_shutdown::deregister_ends_remote_access),
     ("a_backend_that_is_gone_is_replaced", backend::a_backend_that_is_gone_is_replaced),
     ("peer_death_fails_operations", data_shutdown::peer_death_fails_operations),
+    (
+        "operations_have_as_many_ranges_as_is_said",
+        data_edges::operations_have_as_many_ranges_as_is_said,
+    ),
+    ("operations_are_taken_up_to_the_credit", data_edges::operations_are_taken_up_to_the_credit),
+    ("ranges_are_taken_up_to_the_credit", data_edges::ranges_are_taken_up_to_the_credit),
+    ("bytes_are_taken_up_to_the_credit", data_edges::bytes_are_taken_up_to_the_credit),
+    (
+        "session_moves_bytes_after_each_invalid_batch",
+        data_recovery::session_moves_bytes_after_each_invalid_batch,
+    ),
+    (
+        "session_moves_bytes_after_each_refused_call",
+        data_recovery::session_moves_bytes_after_each_refused_call,
+    ),
+    (
+        "next_session_moves_bytes_after_each_fence",
+        data_recovery::next_session_moves_bytes_after_each_fence,
+    ),
+    (
+        "next_session_moves_bytes_after_a_wrong_pass",
+        data_recovery::next_session_moves_bytes_after_a_wrong_pass,
+    ),
+    (
+        "next_session_moves_bytes_after_own_memory_went",
+        data_recovery::next_session_moves_bytes_after_own_memory_went,
+    ),
+    (
+        "next_session_moves_bytes_after_a_disconnect",
+        data_recovery::next_session_moves_bytes_after_a_disconnect,
+    ),
+    (
+        "next_session_moves_bytes_after_one_to_memory_that_went",
+        data_recovery::next_session_moves_bytes_after_one_to_memory_that_went,
+    ),
 ];
 
 /// Runs all checks of a data plane, each with a fixture of its own.
 pub fn data_plane(make: &mut dyn FnMut() -> Box<dyn DataFixture>) {
     for (_, check) in DATA_CHECKS {
+        check(&mut *make());
+    }
+}
+
+/// Which of the checks are about limits that a plane states.
+const LIMIT_CHECKS: [&str; 6] = [
+    "moves_any_number_of_ranges",
+    "moves_ranges_of_any_length",
+    "operations_have_as_many_ranges_as_is_said",
+    "operations_are_taken_up_to_the_credit",
+    "ranges_are_taken_up_to_the_credit",
+    "bytes_are_taken_up_to_the_credit",
+];
+
+/// Runs the checks of limits alone, for planes whose limits are too small for others.
+pub fn data_plane_limits(make: &mut dyn FnMut() -> Box<dyn DataFixture>) {
+    for (_, check) in DATA_CHECKS.iter().filter(|(name, _)| LIMIT_CHECKS.contains(name)) {
         check(&mut *make());
     }
 }

@@ -2,6 +2,7 @@
 
 #[path = "../common/mod.rs"]
 mod common;
+mod limits;
 mod mixed;
 
 use common::{apart, here, serve_if_child};

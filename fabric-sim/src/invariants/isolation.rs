@@ -11,8 +11,11 @@ use kvferry_engine::core::router::{ClientAnswer, LegBody, LegFailure};
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
+
+/// Time in which an instance is done with what a client left.
+const CANCEL: Nanos = Nanos::from_secs(1);
 
 /// A request may fail only if in the last try of one of its samples some fault concerned the
 /// router, an instance that served it, or both of them, or if the two do not fit. That no instance
@@ -27,6 +30,8 @@ pub(super) struct FaultIsolation {
     /// there were: an instance may not be done yet with one that failed.
     open: u64,
     peak: u64,
+    /// Those of clients that went away, and until when instances may not be done with them.
+    left: VecDeque<(Nanos, u64)>,
     /// Arrival of each open request.
     asked: BTreeMap<ClientId, Nanos>,
     /// Time that a request has to find room.
@@ -45,6 +50,11 @@ pub(super) struct FaultIsolation {
 /// Decode legs that were sent.
 fn legs(client: &TrackedClient) -> u64 {
     client.legs.iter().filter(|leg| leg.is_decode()).count() as u64
+}
+
+/// The same, or one for a request that none was sent for.
+fn tries(client: &TrackedClient) -> u64 {
+    legs(client).max(1)
 }
 
 impl FaultIsolation {
@@ -75,13 +85,15 @@ impl FaultIsolation {
         }
     }
 
-    fn opened(&mut self) {
+    fn opened(&mut self, now: Nanos) {
+        while let Some((_, tries)) = self.left.pop_front_if(|(until, _)| *until <= now) {
+            self.open -= tries;
+        }
         self.open += 1;
         self.peak = self.peak.max(self.open);
     }
 
     fn ended(&mut self, client: Option<&TrackedClient>) {
-        let tries = |client: &TrackedClient| legs(client).max(1);
         self.open -= client.map_or(0, tries);
     }
 
@@ -185,18 +197,19 @@ impl Invariant for FaultIsolation {
             }
             Observation::Asked { client } => {
                 self.asked.insert(*client, now.at);
-                self.opened();
+                self.opened(now.at);
             }
             Observation::Dispatched { client, body, .. } => {
                 let again = matches!(body, LegBody::Decode { .. });
                 let client = now.state.client(*client);
                 if client.is_none_or(|client| again && legs(client) > 0) {
-                    self.opened();
+                    self.opened(now.at);
                 }
             }
             Observation::ClientGone { client } => {
                 self.asked.remove(client);
-                self.ended(now.state.client(*client));
+                let tries = now.state.client(*client).map_or(0, tries);
+                self.left.push_back((now.at + CANCEL, tries));
             }
             Observation::Answered { client, answer } => {
                 let tries = now.state.client(*client);
@@ -402,6 +415,22 @@ mod tests {
         bench.asked(1);
         bench.answered(1, &full());
         bench.fails("client 1");
+    }
+
+    #[test]
+    fn what_a_client_left_fills_a_table_for_a_time() {
+        for (later, room) in [(Nanos::from_ms(1), true), (CANCEL, false)] {
+            let mut bench = InvariantBench::with(InvariantId::Isolation, |run| {
+                run.instances.iter_mut().for_each(|one| one.protocol.core.requests_max = 1);
+            });
+            bench.asked(1);
+            bench.see(Observation::ClientGone { client: ClientId(1) });
+            bench.now = bench.now + later;
+            bench.asked(2);
+            let full = ClientAnswer::Failed(LegFailure::Instance(Failure::Overload));
+            bench.answered(2, &full);
+            bench.judges(room, "client 2");
+        }
     }
 
     #[test]

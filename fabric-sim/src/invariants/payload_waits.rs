@@ -5,6 +5,7 @@ use super::{CheckContext, LivenessBounds, takes_few};
 use crate::observation::{PayloadSight, ProducerEnd, SimProcessId};
 use kvferry_engine::core::payload::PayloadConfig;
 use kvferry_engine::core::time::Nanos;
+use kvferry_scenarios::lists::FaultKind;
 use kvferry_scenarios::run::Run;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -31,6 +32,8 @@ pub(super) struct PayloadWaits {
     /// Hosts remember less of what ended than by default, or take fewer questions of each other, so that
     /// some wait until others have ended.
     is_tight: bool,
+    /// For how long a host may stand still, which learns nothing meanwhile.
+    pause: Nanos,
     /// Instances that take nothing new any more.
     pub(super) drained: BTreeSet<u16>,
 }
@@ -43,7 +46,10 @@ impl PayloadWaits {
                 || host.streams_max < usual.streams_max
                 || host.host_payloads_max < usual.host_payloads_max
         };
+        let pauses = run.faults.iter().filter(|fault| fault.kind == FaultKind::Pause);
+        let pause = pauses.filter_map(|fault| fault.lasts).map(|lasts| lasts.max).max();
         PayloadWaits {
+            pause: pause.unwrap_or_default(),
             own: run.streams.len() as u32,
             is_tight: run.hosts.iter().any(|host| few(&host.config))
                 || run.instances.iter().any(takes_few),
@@ -104,7 +110,7 @@ impl PayloadWaits {
     }
 
     /// A receiver that learned later than it takes to miss a dead peer that its host is gone, though it
-    /// was known where what it waited for came from. For texts.
+    /// was known where what it waited for came from, and who knew did not stand still. For texts.
     pub(super) fn told_late(
         &self,
         now: CheckContext<'_>,
@@ -114,7 +120,7 @@ impl PayloadWaits {
         let waits = self.waiting.get(&(stream, receiver))?;
         let (source, ended, (_, how)) = self.produced.get(&stream)?;
         let is_known = self.is_known(waits, *source, *ended);
-        let due = now.state.last_fault.max(*ended) + limits.end();
+        let due = now.state.last_fault.max(*ended) + limits.end() + self.pause;
         let is_late = *how == ProducerEnd::HostGone && is_known && now.at > due;
         is_late.then(|| {
             let [from, to] = [source, &waits.host].map(|one| now.name(one.instance));

@@ -95,7 +95,7 @@ impl ZmqPlane {
         let _ = self.tell(ZmqCommand::StopListening);
     }
 
-    /// Fails only if the thread is gone, which is a bug of it.
+    /// Sends a command to the thread; an error if the thread is gone.
     fn tell(&self, command: ZmqCommand) -> Result<(), Refused> {
         let commands = self.commands.as_ref().ok_or(Refused::Gone)?;
         commands.send(command).map_err(|_| Refused::Gone)?;
@@ -103,7 +103,8 @@ impl ZmqPlane {
         Ok(())
     }
 
-    /// Rings once until it is heard, so that a burst of messages costs one.
+    /// Wakes the thread, unless it was woken and has not looked yet: a burst of messages costs one
+    /// system call.
     fn ring(&self) {
         if !self.wake_pending.swap(true, Ordering::AcqRel) {
             // It cannot count so far that it is full.
@@ -143,8 +144,8 @@ impl ControlPlane for ZmqPlane {
     }
 
     fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused> {
-        if self.links.contains_key(&link) {
-            return Err(Refused::Invalid(format!("link {link} is in use").into()));
+        if link.is_inbound() || self.links.contains_key(&link) {
+            return Err(Refused::Invalid(format!("link id {link} is in use").into()));
         }
         let to = resolve(to)?;
         let queued = Arc::<SendQueueDepth>::default();

@@ -9,6 +9,9 @@ use crate::fabric::{
 /// How often it goes.
 const FLAPS: u32 = 5;
 
+/// Rounds between two flaps in which nobody polls.
+const FLAP_ROUNDS: u32 = 200;
+
 fn resets(rig: &DataHarness<'_>, plane: usize) -> usize {
     rig.seen[plane].iter().filter(|event| matches!(event, DataEvent::Reset { .. })).count()
 }
@@ -74,4 +77,28 @@ pub(super) fn a_backend_that_is_gone_is_replaced(fixture: &mut dyn DataFixture) 
         rig.plane(1).disconnect(peer);
         remote = fresh(&mut rig);
     }
+}
+
+pub(super) fn one_poll_reports_one_reset_at_most(fixture: &mut dyn DataFixture) {
+    let mut rig = DataHarness::new(fixture);
+    rig.register(0, REGION);
+    let before = rig.plane(0).address();
+    for there in [false, true, false, true] {
+        if !rig.fixture.backend(there) {
+            return;
+        }
+        // The owner of the plane does nothing meanwhile.
+        (0..FLAP_ROUNDS).for_each(|_| rig.fixture.advance());
+    }
+    rig.idle();
+    if rig.fixture.runs_by_itself() {
+        // Its backend may be replaced at this moment.
+        return;
+    }
+    let last = rig.seen[0].iter().rev().find_map(|event| match event {
+        DataEvent::Reset { address } => Some(address.clone()),
+        _ => None,
+    });
+    let address = rig.plane(0).address();
+    assert_eq!(last.unwrap_or(before), address, "the last reset names the backend that there is");
 }

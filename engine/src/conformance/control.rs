@@ -1,7 +1,9 @@
 //! Checks of control planes.
 
+use super::wakes;
 use crate::core::time::Nanos;
-use crate::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
+use crate::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, NextPoll, Refused};
+use std::collections::BTreeSet;
 
 /// Rounds of [`ControlFixture::advance`] after which an event is considered missing.
 const PATIENCE: usize = 20_000_000;
@@ -12,7 +14,7 @@ const SUSPICION: usize = 2_000;
 /// Most frames that a link may queue before it says `Busy`.
 const QUEUE_MAX: usize = 100_000;
 
-const LINK: LinkId = LinkId(4);
+pub(super) const LINK: LinkId = LinkId(4);
 
 /// Two control planes that can reach each other; neither listens yet.
 pub trait ControlFixture {
@@ -42,28 +44,31 @@ pub const CONTROL_CHECKS: &[(&str, ControlCheck)] = &[
     ("nobody_there_is_link_down", nobody_there_is_link_down),
     ("channels_are_apart", channels_are_apart),
     ("bad_calls_are_refused", bad_calls_are_refused),
+    ("events_wake_the_owner_of_links", wakes::events_wake_the_owner_of_links),
 ];
 
 /// A fixture with the events seen so far.
-struct ControlHarness<'a> {
-    fixture: &'a mut dyn ControlFixture,
-    seen: [Vec<ControlEvent>; 2],
+pub(super) struct ControlHarness<'a> {
+    pub(super) fixture: &'a mut dyn ControlFixture,
+    pub(super) seen: [Vec<ControlEvent>; 2],
+    /// Links that are up, by plane.
+    up: [BTreeSet<LinkId>; 2],
 }
 
 impl<'a> ControlHarness<'a> {
-    fn new(fixture: &'a mut dyn ControlFixture) -> ControlHarness<'a> {
-        ControlHarness { fixture, seen: [Vec::new(), Vec::new()] }
+    pub(super) fn new(fixture: &'a mut dyn ControlFixture) -> ControlHarness<'a> {
+        ControlHarness { fixture, seen: Default::default(), up: Default::default() }
     }
 
     /// Plane 1 listens and [`LINK`] of plane 0 is up; also the id of the other end.
-    fn connected(fixture: &'a mut dyn ControlFixture) -> (ControlHarness<'a>, LinkId) {
+    pub(super) fn connected(fixture: &'a mut dyn ControlFixture) -> (ControlHarness<'a>, LinkId) {
         let mut rig = ControlHarness::new(fixture);
         let to = rig.plane(1).listen(LinkKind::Handshake).expect("it listens");
         let inbound = rig.dial(LINK, &to, LinkKind::Handshake);
         (rig, inbound)
     }
 
-    fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
+    pub(super) fn plane(&mut self, index: usize) -> &mut dyn ControlPlane {
         self.fixture.plane(index)
     }
 
@@ -71,8 +76,25 @@ impl<'a> ControlHarness<'a> {
         self.fixture.advance();
         let now = self.fixture.now();
         for index in 0..2 {
-            self.fixture.plane(index).poll(now, &mut self.seen[index]);
+            self.poll(index, now);
         }
+    }
+
+    /// Polls a plane. Frames come on links that are up only, and a link goes down once.
+    pub(super) fn poll(&mut self, index: usize, now: Nanos) -> NextPoll {
+        let before = self.seen[index].len();
+        let next = self.fixture.plane(index).poll(now, &mut self.seen[index]);
+        for event in &self.seen[index][before..] {
+            let up = &mut self.up[index];
+            let is_right = match event {
+                ControlEvent::LinkUp { link, .. } => up.insert(*link),
+                ControlEvent::Frame { link, .. } => up.contains(link),
+                // A link of this side may go without having been up.
+                ControlEvent::LinkDown { link } => up.remove(link) || !link.is_inbound(),
+            };
+            assert!(is_right, "{event:?} on a link that is not in that state");
+        }
+        next
     }
 
     fn until(&mut self, what: &str, done: impl Fn(&ControlHarness<'_>) -> bool) {
@@ -107,7 +129,7 @@ impl<'a> ControlHarness<'a> {
         }
     }
 
-    fn frames(&self, index: usize, of: LinkId) -> Vec<&Vec<Vec<u8>>> {
+    pub(super) fn frames(&self, index: usize, of: LinkId) -> Vec<&Vec<Vec<u8>>> {
         let frame = |event| match event {
             &ControlEvent::Frame { link, ref parts } if link == of => Some(parts),
             _ => None,
@@ -115,7 +137,7 @@ impl<'a> ControlHarness<'a> {
         self.seen[index].iter().filter_map(frame).collect()
     }
 
-    fn is_down(&self, index: usize, link: LinkId) -> bool {
+    pub(super) fn is_down(&self, index: usize, link: LinkId) -> bool {
         self.seen[index].contains(&ControlEvent::LinkDown { link })
     }
 }
@@ -246,5 +268,8 @@ fn bad_calls_are_refused(fixture: &mut dyn ControlFixture) {
     let garbage = Endpoint::from("not an address");
     let refused = rig.plane(0).dial(LinkId(9), &garbage, LinkKind::Handshake);
     assert!(matches!(refused, Err(Refused::Invalid(_))), "garbage address: got {refused:?}");
+    let theirs = LinkId(LinkId::INBOUND | 9);
+    let refused = rig.plane(0).dial(theirs, &to, LinkKind::Handshake);
+    assert!(matches!(refused, Err(Refused::Invalid(_))), "an id of the other side: {refused:?}");
     rig.plane(0).hang_up(LinkId(99));
 }

@@ -2,8 +2,8 @@
 
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
-    Address, Completion, DataEvent, DigestBatch, DigestId, DigestParts, Direction, Memory, OpId,
-    OwnMemory, PeerId, Refused, RegionDesc, RegionId, SessionId, Submit, digest_of,
+    Address, Completion, Credits, DataEvent, DigestBatch, DigestId, DigestParts, Direction, Memory,
+    OpId, OwnMemory, PeerId, Refused, RegionDesc, RegionId, SessionId, Submit, digest_of,
 };
 
 const END: u64 = MEMORY as u64;
@@ -25,6 +25,43 @@ pub(super) fn register_and_open_are_answered(fixture: &mut dyn DataFixture) {
     let opened = count(&rig, 0, |e| matches!(e, DataEvent::Opened { .. }));
     assert_eq!(opened, 1, "one answer to open");
     assert!(rig.plane(0).address() != rig.plane(1).address(), "addresses differ");
+}
+
+pub(super) fn caps_are_fixed(fixture: &mut dyn DataFixture) {
+    let mut rig = DataHarness::new(fixture);
+    let before = [0, 1].map(|plane| rig.plane(plane).caps());
+    rig.register(0, REGION);
+    let remote = rig.register(1, REGION);
+    rig.connect(PEER, FENCE_KEY);
+    rig.open(SESSION, PEER, &remote).expect("the session opens");
+    for op in rig.writes(SESSION, 8) {
+        rig.finish(op);
+        assert_eq!([0, 1].map(|plane| rig.plane(plane).caps()), before);
+    }
+}
+
+pub(super) fn refused_calls_have_no_events_and_take_no_ids(fixture: &mut dyn DataFixture) {
+    let mut rig = DataHarness::new(fixture);
+    rig.register(0, REGION);
+    let remote = rig.register(1, REGION);
+    let (other, second) = (PeerId(9), SessionId(8));
+    let foreign = Address((*b"another kind of plane").into());
+    let garbage = RegionDesc((*b"not a descriptor").into());
+    let empty = Memory::Own(OwnMemory::unproven(4_096, 0));
+    let before = rig.seen[0].len();
+    assert_invalid(rig.plane(0).register(RegionId(77), empty), "empty region");
+    assert_invalid(rig.plane(0).connect(other, &foreign, FENCE_KEY), "address of another kind");
+    assert_invalid(rig.plane(0).open(second, REGION, other, &remote), "unknown peer");
+    rig.connect(other, FENCE_KEY);
+    assert_invalid(rig.plane(0).open(second, RegionId(99), other, &remote), "unknown region");
+    assert_invalid(rig.plane(0).open(second, REGION, other, &garbage), "garbage descriptor");
+    rig.idle();
+    assert_eq!(rig.seen[0].len(), before, "an event of a refused call: {:?}", rig.seen[0]);
+    rig.open(second, other, &remote).expect("a session opens under an id that was refused");
+    rig.plane(0).close(second);
+    rig.settle(second);
+    rig.plane(0).deregister(REGION).expect("nothing uses it");
+    rig.register(0, RegionId(77));
 }
 
 pub(super) fn moves_exactly_the_ranges(fixture: &mut dyn DataFixture) {
@@ -135,8 +172,7 @@ pub(super) fn refuses_dead_sessions(fixture: &mut dyn DataFixture) {
     rig.plane(0).close(SESSION);
     for session in [SESSION, SessionId(99)] {
         let refused = rig.submit(session, Direction::Write, &[(0, 0, 8)]);
-        let right = matches!(refused, Err(Refused::Gone | Refused::Invalid(_)));
-        assert!(right, "submit on session {session}: got {refused:?}");
+        assert_eq!(refused, Err(Refused::Gone), "submit on session {session}");
     }
     rig.assert_untouched(1);
 }
@@ -157,17 +193,20 @@ pub(super) fn completes_each_operation_once(fixture: &mut dyn DataFixture) {
 
 pub(super) fn busy_is_back_pressure(fixture: &mut dyn DataFixture) {
     let mut rig = DataHarness::connected(fixture);
-    let limit = u64::from(rig.plane(0).caps().in_all.operations);
-    if limit > 100_000 {
+    let caps = rig.plane(0).caps();
+    let limit = caps.in_all.at_most(&caps.per_peer);
+    let one = Credits { operations: 1, ranges: 2, bytes: 64 };
+    if u64::from(limit.operations).min(limit.ranges / 2).min(limit.bytes / 64) > 100_000 {
         return;
     }
-    let mut ops = Vec::new();
+    let (mut ops, mut used) = (Vec::new(), Credits::default());
     let refused = loop {
-        match rig.submit(SESSION, Direction::Write, &[(0, 0, 64)]) {
+        match rig.submit(SESSION, Direction::Write, &[(0, 0, 32), (64, 64, 32)]) {
             Ok(op) => ops.push(op),
             Err(refused) => break refused,
         }
-        assert!(ops.len() as u64 <= limit, "more operations in flight than the limit");
+        assert!(limit.fits(&used, &one), "{used:?} in flight, and one more: beyond {limit:?}");
+        used.add(&one);
     };
     assert_eq!(refused, Refused::Busy);
     assert!(!ops.is_empty(), "Busy while nothing is in flight: no event would end it");

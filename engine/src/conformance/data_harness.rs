@@ -2,15 +2,15 @@
 
 use crate::core::time::Nanos;
 use crate::fabric::{
-    Completion, DataEvent, DataPlane, Direction, FenceScope, Memory, OpId, PeerId, QuiesceTicket,
-    Refused, RegionDesc, RegionId, SessionId, Submit,
+    Completion, DataEvent, DataPlane, Direction, FenceScope, Memory, NextPoll, OpId, PeerId,
+    Placement, QuiesceTicket, Refused, RegionDesc, RegionId, SessionId, Submit,
 };
 
 /// Bytes of memory that each plane of a fixture has.
 pub(super) const MEMORY: usize = 1 << 14;
 
 /// Rounds of [`DataFixture::advance`] after which an event is considered missing.
-const PATIENCE: usize = 20_000_000;
+pub(super) const PATIENCE: usize = 20_000_000;
 
 /// Rounds in which something that must not happen is waited for.
 const SUSPICION: usize = 2_000;
@@ -101,8 +101,18 @@ impl<'a> DataHarness<'a> {
         self.fixture.advance();
         let now = self.fixture.now();
         for index in 0..2 {
-            self.fixture.plane(index).poll(now, &mut self.seen[index]);
+            self.poll(index, now);
         }
+    }
+
+    /// Polls a plane, which reports one [`DataEvent::Reset`] at most.
+    pub(super) fn poll(&mut self, index: usize, now: Nanos) -> NextPoll {
+        let before = self.seen[index].len();
+        let next = self.fixture.plane(index).poll(now, &mut self.seen[index]);
+        let is_reset = |event: &&DataEvent| matches!(event, DataEvent::Reset { .. });
+        let resets = self.seen[index][before..].iter().filter(is_reset).count();
+        assert!(resets <= 1, "{resets} resets in one poll");
+        next
     }
 
     /// Waits for something that must come.
@@ -227,7 +237,8 @@ impl<'a> DataHarness<'a> {
         self.quiesce(session, ticket);
     }
 
-    /// Moves ranges of bytes that were not there before, and compares all bytes of both sides.
+    /// Moves ranges of bytes that were not there before, and compares all bytes of both sides as soon
+    /// as the plane says that they are visible.
     pub(super) fn assert_moves(
         &mut self,
         session: SessionId,
@@ -250,8 +261,12 @@ impl<'a> DataHarness<'a> {
         let what =
             format!("{direction:?} of {} ranges, the first of {}", ranges.len(), ranges[0].2);
         assert_eq!(self.finish(op), Completion::Done, "{what}");
-        self.settle(session);
+        if self.plane(0).caps().placement == Placement::OnQuiet {
+            self.settle(session);
+        }
         assert!(self.bytes(target) == expected, "{what} moved other bytes");
+        self.settle(session);
+        assert!(self.bytes(target) == expected, "{what} moved bytes after its end");
         assert!(self.bytes(source) == from, "{what} changed its source");
     }
 

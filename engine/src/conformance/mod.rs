@@ -23,10 +23,12 @@ mod data;
 mod data_edges;
 mod data_harness;
 mod data_limits;
+mod data_outcomes;
 mod data_plane_pair;
 mod data_recovery;
 mod data_shutdown;
 mod remote_plane;
+mod wakes;
 
 pub use control::{CONTROL_CHECKS, ControlCheck, ControlFixture};
 pub use data_harness::DataFixture;
@@ -39,6 +41,11 @@ pub type DataCheck = fn(&mut dyn DataFixture);
 /// Checks of data planes with their names.
 pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("register_and_open_are_answered", data::register_and_open_are_answered),
+    ("caps_are_fixed", data::caps_are_fixed),
+    (
+        "refused_calls_have_no_events_and_take_no_ids",
+        data::refused_calls_have_no_events_and_take_no_ids,
+    ),
     ("moves_exactly_the_ranges", data::moves_exactly_the_ranges),
     ("digests_its_own_memory", data::digests_its_own_memory),
     ("refuses_bad_batches", data::refuses_bad_batches),
@@ -63,6 +70,17 @@ pub const DATA_CHECKS: &[(&str, DataCheck)] = &[
     ("wrong_pass_reaches_nothing", data_shutdown::wrong_pass_reaches_nothing),
     ("deregister_waits_for_own_operations", data_shutdown::deregister_waits_for_own_operations),
     ("deregister_ends_remote_access", data_shutdown::deregister_ends_remote_access),
+    ("outcomes_say_what_landed", data_outcomes::outcomes_say_what_landed),
+    (
+        "disconnect_closes_the_sessions_of_one_peer",
+        data_outcomes::disconnect_closes_the_sessions_of_one_peer,
+    ),
+    (
+        "fence_spares_others_and_own_operations",
+        data_outcomes::fence_spares_others_and_own_operations,
+    ),
+    ("events_wake_the_owner_of_memory", wakes::events_wake_the_owner_of_memory),
+    ("one_poll_reports_one_reset_at_most", backend::one_poll_reports_one_reset_at_most),
     ("a_backend_that_is_gone_is_replaced", backend::a_backend_that_is_gone_is_replaced),
     ("peer_death_fails_operations", data_shutdown::peer_death_fails_operations),
     (

@@ -92,6 +92,10 @@ impl SimDataPlane {
             }
             DmaMessage::Event(event) => {
                 self.note(&event);
+                // Of two resets between polls the later stands for both.
+                if matches!(event, DataEvent::Reset { .. }) {
+                    self.inbox.retain(|earlier| !matches!(earlier, DataEvent::Reset { .. }));
+                }
                 self.inbox.push_back(event);
                 if let Some(waker) = &self.waker {
                     waker.wake_by_ref();

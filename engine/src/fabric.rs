@@ -1,6 +1,6 @@
 //! The two planes through which an engine talks to the world: [`DataPlane`] moves bytes between
-//! registered memory, [`ControlPlane`] moves frames. Both are poll-shaped and object safe, call
-//! nothing back, and block nowhere.
+//! registered memory, [`ControlPlane`] moves frames. Both are poll-shaped and object safe. Calls are
+//! meant to be short; [`DataPlane::deregister`] may wait for operations of peers.
 //!
 //! Ids are chosen by the caller, so that a call is one message without an answer and can be sent
 //! to another thread or process. Only a link that the other side opened gets its id from the
@@ -19,10 +19,12 @@
 //! assert!(!limit.fits(&used, &one));
 //! ```
 
+mod credits;
 mod digest;
 mod memory;
 mod next_poll;
 
+pub use credits::Credits;
 pub use digest::{DigestBatch, DigestId, DigestParts, digest_of};
 pub use memory::{Memory, OwnMemory};
 pub use next_poll::NextPoll;
@@ -112,62 +114,6 @@ pub fn bracketed(host: &str) -> Cow<'_, str> {
     }
 }
 
-/// Work that a data plane holds at a time. What would go beyond it is [`Refused::Busy`], so who
-/// keeps count is never refused but by a fault.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Credits {
-    /// Operations that have not completed.
-    pub operations: u32,
-    /// Byte ranges of these operations.
-    pub ranges: u64,
-    /// Bytes of these operations.
-    pub bytes: u64,
-}
-
-impl Credits {
-    /// No limit.
-    pub const UNLIMITED: Credits =
-        Credits { operations: u32::MAX, ranges: u64::MAX, bytes: u64::MAX };
-
-    /// A limit of operations alone.
-    pub const fn of_operations(operations: u32) -> Credits {
-        Credits { operations, ..Credits::UNLIMITED }
-    }
-
-    /// The lesser of both, one by one.
-    pub const fn at_most(&self, other: &Credits) -> Credits {
-        const fn less(a: u64, b: u64) -> u64 {
-            if a < b { a } else { b }
-        }
-        Credits {
-            operations: less(self.operations as u64, other.operations as u64) as u32,
-            ranges: less(self.ranges, other.ranges),
-            bytes: less(self.bytes, other.bytes),
-        }
-    }
-
-    /// True if `more` fits beside what is `used`.
-    pub const fn fits(&self, used: &Credits, more: &Credits) -> bool {
-        used.operations.saturating_add(more.operations) <= self.operations
-            && used.ranges.saturating_add(more.ranges) <= self.ranges
-            && used.bytes.saturating_add(more.bytes) <= self.bytes
-    }
-
-    /// Counts an operation that was taken.
-    pub fn add(&mut self, more: &Credits) {
-        self.operations += more.operations;
-        self.ranges += more.ranges;
-        self.bytes += more.bytes;
-    }
-
-    /// Counts an operation that has ended.
-    pub fn remove(&mut self, less: &Credits) {
-        self.operations -= less.operations;
-        self.ranges -= less.ranges;
-        self.bytes -= less.bytes;
-    }
-}
-
 /// What a data plane can do; fixed for one incarnation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caps {
@@ -190,8 +136,8 @@ pub struct Caps {
     pub patience: PlaneTimeouts,
 }
 
-/// How long a plane may take before it says itself that something has failed; zero where that is
-/// not to be waited for.
+/// How long a plane may take before it reports by itself that something has failed; zero if it does
+/// not.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaneTimeouts {
     /// From [`DataPlane::open`] to [`DataEvent::Opened`].
@@ -203,7 +149,7 @@ pub struct PlaneTimeouts {
 /// When the bytes of a write are visible to the owner of the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Placement {
-    /// Once the operation has completed.
+    /// As soon as the operation has completed.
     OnCompletion,
     /// Only after the next `Quiet` of its session: completions may overtake data (several queue
     /// pairs, relaxed ordering). What is done is not lost, even if the session is closed before.
@@ -234,7 +180,8 @@ pub enum Direction {
 /// regions of the session.
 #[derive(Clone, Copy, Debug)]
 pub struct Submit<'a> {
-    /// Chosen by the caller, never used before on this plane.
+    /// Chosen by the caller, who uses it once on this plane; of an operation that has not ended it is
+    /// [`Refused::Invalid`].
     pub op: OpId,
     /// Names the two regions.
     pub session: SessionId,
@@ -453,8 +400,9 @@ pub trait DataPlane: Send {
     /// Posts a batch.
     ///
     /// # Errors
-    /// `Busy` without credit, `Gone` on a dead session, `Unsupported` for the direction,
-    /// `Invalid` for ranges outside the regions, ragged lists or too many slices.
+    /// `Busy` without credit, `Gone` on a session that is dead, closed or unknown, `Unsupported` for
+    /// the direction, `Invalid` for ranges outside the regions, ragged lists, too many slices, or an
+    /// id of an operation that has not ended.
     fn submit(&mut self, batch: Submit<'_>) -> Result<(), Refused>;
 
     /// Asks for [`DataEvent::Quiet`], a barrier over what the session accepted before. Submits may
@@ -463,7 +411,8 @@ pub trait DataPlane: Send {
 
     /// Voids the fence key of a peer, as the owner of a destination. Answered by
     /// [`DataEvent::Fenced`]; an unknown peer is fenced already. The id stays in use until
-    /// [`DataPlane::disconnect`]; own operations towards the peer are not touched.
+    /// [`DataPlane::disconnect`]. Own operations towards the peer go on, unless
+    /// [`FenceScope::Backend`] is revoked.
     fn fence(&mut self, peer: PeerId);
 
     /// True if the plane can [`DataPlane::digest`] its memory.
@@ -482,7 +431,8 @@ pub trait DataPlane: Send {
         Err(Refused::Unsupported("digests of this memory".into()))
     }
 
-    /// Who to wake when [`NextPoll::External`] ends.
+    /// Wakes the owner when a poll has something to report, except what a call has done at once: the
+    /// owner polls after each call.
     fn set_waker(&mut self, waker: Waker);
 
     /// In place of the waker, for an owner that can watch a descriptor: it becomes readable each
@@ -535,7 +485,7 @@ pub enum ControlEvent {
         link: LinkId,
         /// What it is for.
         channel: LinkKind,
-        /// Whence the other side opened it, where the plane can tell; for logs and nothing else.
+        /// Whence the other side opened it, where the plane can tell; meant for logs.
         from: Option<Endpoint>,
     },
     /// A message of one or more parts. Anonymous until the dialect names its sender.
@@ -564,7 +514,7 @@ pub trait ControlPlane: Send {
     /// Starts connecting. Answered by [`ControlEvent::LinkUp`] or [`ControlEvent::LinkDown`].
     ///
     /// # Errors
-    /// `Invalid` for an id in use or an address that cannot be parsed.
+    /// `Invalid` for an id in use or of [`LinkId::INBOUND`], or an address that cannot be parsed.
     fn dial(&mut self, link: LinkId, to: &Endpoint, channel: LinkKind) -> Result<(), Refused>;
 
     /// Queues a message.
@@ -580,9 +530,31 @@ pub trait ControlPlane: Send {
     /// Closes a link; no event follows.
     fn hang_up(&mut self, link: LinkId);
 
-    /// Who to wake when [`NextPoll::External`] ends.
+    /// Wakes the owner when a poll has something to report, as [`DataPlane::set_waker`].
     fn set_waker(&mut self, waker: Waker);
 
     /// Appends what happened and says when to come again.
     fn poll(&mut self, now: Nanos, out: &mut Vec<ControlEvent>) -> NextPoll;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_have_brackets_around_ipv6_addresses_only() {
+        for (host, in_endpoint) in [("10.0.0.1", "10.0.0.1"), ("::1", "[::1]"), ("[::1]", "[::1]")]
+        {
+            assert_eq!(Endpoint::tcp(host, 80), Endpoint(format!("tcp://{in_endpoint}:80").into()));
+            assert_eq!(bracketed(host), in_endpoint);
+            assert_eq!(unbracketed(in_endpoint), host.trim_matches(['[', ']']));
+        }
+        assert_eq!(unbracketed("[half"), "[half");
+    }
+
+    #[test]
+    fn links_of_the_other_side_are_told_by_their_ids() {
+        assert!(LinkId(LinkId::INBOUND | 3).is_inbound());
+        assert!(!LinkId(LinkId::INBOUND - 1).is_inbound() && !LinkId(LinkId::MORIIO).is_inbound());
+    }
 }

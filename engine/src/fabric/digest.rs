@@ -80,7 +80,7 @@ impl DigestParts {
 /// What a [`super::DataPlane`] is asked to digest.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct DigestBatch {
-    /// Chosen by the caller, never used before on this plane.
+    /// Chosen by the caller, who uses it once on this plane.
     pub id: DigestId,
     /// Where the parts are.
     pub region: RegionId,
@@ -106,4 +106,59 @@ impl DigestBatch {
 /// other. A plane for device memory computes the same where its bytes are.
 pub fn digest_of(seed: u64, bytes: &[u8]) -> u64 {
     XxHash3_64::oneshot_with_seed(seed, bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fabric::RegionId;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_have_the_bytes_that_were_pushed_in_their_order(
+            parts in prop::collection::vec(
+                (any::<u64>(), prop::collection::vec((0..12_u64, 0..4_u64), 0..8)),
+                0..6,
+            ),
+            end in 0..16_u64,
+        ) {
+            let mut asked = DigestParts::default();
+            for (seed, ranges) in &parts {
+                asked.begin(*seed);
+                ranges.iter().for_each(|(from, len)| asked.push(*from, *len));
+            }
+            prop_assert_eq!(asked.count(), parts.len());
+            prop_assert_eq!(asked.is_empty(), parts.is_empty());
+            let bytes = |(from, len): (u64, u64)| from..from + len;
+            for (nth, (seed, ranges)) in parts.iter().enumerate() {
+                prop_assert_eq!(asked.seed(nth), *seed);
+                let got: Vec<u64> = asked.ranges(nth).flat_map(bytes).collect();
+                let expected: Vec<u64> = ranges.iter().copied().flat_map(bytes).collect();
+                prop_assert_eq!(got, expected);
+            }
+            let last = parts.iter().flat_map(|(_, ranges)| ranges).map(|(from, len)| from + len).max();
+            let batch = DigestBatch { id: DigestId(1), region: RegionId(1), parts: asked };
+            let is_inside = last.is_none_or(|last| last <= end);
+            prop_assert_eq!(batch.check(end).is_ok(), is_inside);
+            if !is_inside {
+                prop_assert!(matches!(batch.check(end), Err(Refused::Invalid(_))));
+            }
+        }
+    }
+
+    #[test]
+    fn range_that_wraps_is_outside_its_region() {
+        let mut parts = DigestParts::default();
+        parts.begin(1);
+        parts.push(2, u64::MAX);
+        let batch = DigestBatch { id: DigestId(1), region: RegionId(1), parts };
+        assert!(matches!(batch.check(u64::MAX), Err(Refused::Invalid(_))));
+    }
+
+    #[test]
+    #[should_panic(expected = "a part was begun")]
+    fn range_without_a_part_panics() {
+        DigestParts::default().push(0, 1);
+    }
 }

@@ -122,3 +122,29 @@ impl Memory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_from_bytes_are_vouched_for_by_nobody() {
+        // SAFETY: No plane gets it.
+        let proven = unsafe { OwnMemory::new(4_096, 8) };
+        for memory in [Memory::Own(proven), Memory::Device { range: proven, device: 1 }] {
+            assert_eq!(memory.unproven(), None);
+            let text = serde_json::to_string(&memory).expect("plain data");
+            let read: Memory = serde_json::from_str(&text).expect("as it was written");
+            let why = read.unproven().expect("nobody has vouched for it");
+            assert!(why.contains("0x1000") && why.contains("8 bytes"), "{why}");
+            // SAFETY: No plane gets it.
+            assert_eq!(unsafe { read.vouch() }, memory);
+        }
+        assert!(Memory::Own(OwnMemory::unproven(4_096, 8)).unproven().is_some());
+        for elsewhere in
+            [Memory::MemFd { fd: 3, len: 8 }, Memory::OtherProcess { pid: 1, base: 4_096, len: 8 }]
+        {
+            assert_eq!((elsewhere.unproven(), elsewhere.len()), (None, 8));
+        }
+    }
+}

@@ -7,7 +7,7 @@ use crate::core::time::Nanos;
 pub enum NextPoll {
     /// At once: there is more.
     Ready,
-    /// Not before this time.
+    /// When the waker is called, and at this time at the latest.
     At(Nanos),
     /// When the waker is called.
     External,

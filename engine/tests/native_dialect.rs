@@ -288,6 +288,57 @@ fn oversize_is_refused_before_it_is_read_and_never_sent() {
 }
 
 #[test]
+fn hellos_of_many_ranks_and_layers_fit_into_what_peers_read() {
+    let text = "x".repeat(256);
+    // As long as those of MoRI.
+    let opaque = || std::sync::Arc::<[u8]>::from([0xff; 360]);
+    let layer = LayerLayout {
+        region: u16::MAX,
+        base: u64::MAX,
+        shape: [u32::MAX; 4],
+        stride: [u64::MAX; 4],
+        element: u32::MAX,
+        slots: HeadSlots::Split,
+    };
+    let rank = |rank, layers: u16| RankLayout {
+        rank,
+        address: Address(opaque()),
+        regions: vec![(RegionDesc(opaque()), u64::MAX); layers.into()],
+        layers: vec![layer.clone(); layers.into()],
+    };
+    let geometry = |layers: u16| Geometry {
+        model: text.as_str().into(),
+        tp: TP_MAX,
+        kv_heads: u16::MAX,
+        latent: false,
+        packed: false,
+        layers,
+        groups: vec![KvGroup::full(u32::MAX, 0..layers)],
+    };
+    let hello = |ranks: u16, layers: u16| {
+        encode(&Frame::Hello(Box::new(Hello {
+            version: VERSION,
+            version_min: VERSION,
+            engine: text.as_str().into(),
+            incarnation: Incarnation(u64::MAX),
+            session: u64::MAX,
+            expects: text.as_str().into(),
+            role: Role::Prefill,
+            capabilities: u32::MAX,
+            fingerprint: u64::MAX,
+            geometry: geometry(layers),
+            ranks: (0..ranks).map(|nth| rank(nth, layers)).collect(),
+        })))
+    };
+    let long = hello(TP_MAX, 256);
+    assert!(long.len() <= FRAME_MAX, "{} bytes", long.len());
+    assert!(decode(&long).is_ok());
+    // A link that has proven nothing takes a mebibyte, with the proof ahead of the hello.
+    let usual = hello(8, 128);
+    assert!(usual.len() + (4 << 10) <= 1 << 20, "{} bytes", usual.len());
+}
+
+#[test]
 fn other_protocols_and_versions_are_told_apart() {
     let http = decode(b"GET / HTTP/1.1\r\n\r\n").unwrap_err();
     let foreign = decode(&[0x82, 0xa4, b't', b'y', b'p', b'e']).unwrap_err();
@@ -381,6 +432,41 @@ fn additions_are_read_from_version_2_on() {
             let lost = known.then_some(UnreadableMessage { envelope, seq: 7, about: None });
             assert_eq!(unread.message, lost);
         }
+    }
+}
+
+#[test]
+fn hellos_and_registrations_may_grow_at_their_end() {
+    let registration = Registration::new(
+        "p0".into(),
+        Incarnation(5),
+        Role::Prefill,
+        Mode::Push,
+        "10.0.0.1:8000".into(),
+        "tcp://10.0.0.1:6301".into(),
+    );
+    let hello = Hello {
+        version: VERSION,
+        version_min: VERSION_MIN,
+        engine: "p0".into(),
+        incarnation: Incarnation(5),
+        session: 1,
+        expects: "d0".into(),
+        role: Role::Prefill,
+        capabilities: 0,
+        fingerprint: 0,
+        geometry: Geometry::new("m", 1, vec![KvGroup::full(16, [0])]),
+        ranks: Vec::new(),
+    };
+    let welcome = Frame::Welcome(Box::new(hello.clone()));
+    for frame in [Frame::Hello(Box::new(hello)), welcome, Frame::Register(registration)] {
+        let mut bytes = encode(&frame);
+        // A MessagePack array of fewer than 16 values, and how another number of them is written.
+        let count = bytes[4] & 0x0f;
+        assert_eq!(bytes[4] & 0xf0, 0x90);
+        bytes.splice(4..5, [0xdc, 0, count + 1]);
+        bytes.push(0xc0);
+        assert_eq!(decode(&bytes), Ok(frame));
     }
 }
 

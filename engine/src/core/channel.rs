@@ -70,7 +70,7 @@ const BURST: usize = 32;
 
 /// Copies of a message that cannot be read before it is given up: a damaged one is sent again.
 ///
-/// With the default times of [`ChannelConfig`] the eighth comes after 3.6 s, before the silence of
+/// With the default times of [`ChannelConfig`] the eighth comes after 3.55 s, before the silence of
 /// a peer that acknowledges nothing is noticed.
 pub const COPIES: u32 = 8;
 
@@ -565,3 +565,6 @@ fn blocks(message: &Message) -> usize {
         _ => 0,
     }
 }
+
+#[cfg(test)]
+mod tests;

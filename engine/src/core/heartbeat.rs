@@ -24,8 +24,8 @@ use std::sync::Arc;
 /// Heartbeats without a link after which the router is said to be silent.
 const SILENT_AFTER: u32 = 3;
 
-/// Time between two registrations at least, and before a link that ended is dialled again; doubles per
-/// dial up to a heartbeat.
+/// Time between two registrations at least, unless failed legs are left for the second, and before a
+/// link that ended is dialled again; doubles per dial up to a heartbeat.
 const PAUSE: Nanos = Nanos::from_ms(100);
 
 /// Failed legs that wait for a registration; of more, nothing is told.

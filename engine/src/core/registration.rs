@@ -130,7 +130,7 @@ pub struct UnreachablePrefill {
 /// Failed legs in one registration; further ones are in the next one, which follows at once.
 pub const FAILED_LEGS_MAX: usize = 128;
 
-/// Longest transfer id of a failed leg in a registration, in bytes. Routers make shorter ones.
+/// Longest transfer id of a failed leg in a registration, in bytes; legs with longer ones are left out.
 pub const FAILED_LEG_ID_MAX: usize = 128;
 
 /// Why a decode leg went without its KV. The server of the decode may answer the leg with an error that

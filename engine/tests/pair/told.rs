@@ -7,7 +7,7 @@ use kvferry_engine::core::config::CoreConfig;
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput};
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::ids::{Incarnation, RequestId, TransferKey};
 use kvferry_engine::core::layout::RankLayout;
 use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::{Prefill, PrefillEffect, PrefillInput};
@@ -127,16 +127,21 @@ fn prefill() -> CoreHarness<Prefill> {
 }
 
 fn arrive(harness: &mut CoreHarness<Decode>, prompt: u32) {
+    arrive_from(harness, TransferKey { prompt, ..key() }, "p0");
+}
+
+/// A leg whose prefill is out of reach.
+fn arrive_from(harness: &mut CoreHarness<Decode>, key: TransferKey, prefill: &str) {
+    let request = RequestId::from(format!("d-{}", key.prompt));
     let leg = DecodeLeg {
-        key: kvferry_engine::core::ids::TransferKey { prompt, ..key() },
+        key,
         sibling: 0,
         mode: Mode::Push,
-        prefill: "p0".into(),
+        prefill: prefill.into(),
         control: "nobody".into(),
         incarnation: Some(Incarnation(3)),
         moriio: None,
     };
-    let request = RequestId::from(format!("d-{prompt}"));
     harness.give(DecodeInput::Hook(DecodeHook::Arrived {
         request,
         leg,
@@ -195,6 +200,40 @@ fn decode_tells_the_router_once_why_each_leg_failed() {
     arrive(&mut harness, 7);
     harness.advance(Nanos::from_secs(20));
     assert_eq!(failed(&harness).len(), 300);
+}
+
+#[test]
+fn failed_legs_beyond_the_backlog_and_with_long_ids_are_not_told() {
+    let told = |harness: &mut CoreHarness<Decode>| -> Vec<u32> {
+        harness.advance(Nanos::from_secs(20));
+        let all = harness.registered.iter().flat_map(|(_, it)| &it.failed);
+        all.map(|leg| leg.key.prompt).collect()
+    };
+    let mut harness = decode(true);
+    for (prompt, len) in [(1, FAILED_LEG_ID_MAX), (2, FAILED_LEG_ID_MAX + 1)] {
+        let key = TransferKey { id: "t".repeat(len).as_str().into(), prompt };
+        arrive_from(&mut harness, key, "p0");
+    }
+    assert_eq!(told(&mut harness), [1]);
+    let mut harness = decode(true);
+    (0..3_000).for_each(|prompt| arrive(&mut harness, prompt));
+    // All of them fail together, so that nothing is told in between.
+    assert_eq!(told(&mut harness).len(), 1_024);
+    assert!(harness.registered.iter().all(|(_, it)| it.failed.len() <= FAILED_LEGS_MAX));
+}
+
+#[test]
+fn a_registration_names_a_bounded_number_of_prefills_the_last_ones() {
+    let mut harness = decode(true);
+    for prompt in 0..3 * TROUBLES_MAX as u32 {
+        arrive_from(&mut harness, TransferKey { prompt, ..key() }, &format!("p{prompt}"));
+    }
+    harness.advance(Nanos::from_secs(20));
+    let last = &harness.registered.last().expect("it beats").1.troubles;
+    assert_eq!(last.len(), TROUBLES_MAX);
+    let newest = 3 * TROUBLES_MAX as u32 - 1;
+    assert!(last.iter().any(|it| *it.engine.0 == *format!("p{newest}")), "{last:?}");
+    assert!(harness.registered.iter().all(|(_, it)| it.troubles.len() <= TROUBLES_MAX));
 }
 
 #[test]

@@ -114,7 +114,7 @@ pub const VERSION: u16 = 2;
 /// Oldest protocol version that this side speaks.
 pub const VERSION_MIN: u16 = 1;
 
-/// Longest frame in bytes; a hello of 64 ranks with 512 regions each fits.
+/// Longest frame in bytes; a hello of 64 ranks with 256 layers in a region of MoRI each fits.
 pub const FRAME_MAX: usize = 16 << 20;
 
 /// First bytes of every frame: 0xc1 starts no MessagePack value and no text, so frames of other

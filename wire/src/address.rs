@@ -49,6 +49,23 @@ pub(crate) fn bind(host: &str, port: u16) -> io::Result<(TcpListener, Endpoint)>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::TcpStream;
+
+    #[test]
+    fn star_is_all_addresses() {
+        let (listener, endpoint) = bind("*", 0).expect("a free port");
+        let (_, port) = endpoint.0.rsplit_once(':').expect("a port");
+        let port: u16 = port.parse().expect("a number");
+        let mut addresses = vec![IpAddr::from([127, 0, 0, 1])];
+        if TcpListener::bind("[::1]:0").is_ok() {
+            addresses.push(Ipv6Addr::LOCALHOST.into());
+        }
+        for address in addresses {
+            let stream = TcpStream::connect((address, port)).expect("it listens there");
+            assert_eq!(stream.peer_addr().expect("its end").port(), port);
+        }
+        drop(listener);
+    }
 
     #[test]
     fn hosts_are_resolved_and_mistakes_named() {

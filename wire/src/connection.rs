@@ -60,7 +60,7 @@ pub(crate) struct ZmqConnection {
     pub(crate) is_due: bool,
     /// It is in the list of those to be written.
     pub(crate) is_unwritten: bool,
-    /// Comes before all messages.
+    /// Greeting or `PONG`, written before the messages.
     urgent: Vec<u8>,
     out: VecDeque<Vec<u8>>,
     /// Bytes of the first of them that are written.

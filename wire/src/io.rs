@@ -434,3 +434,6 @@ impl ZmqIoThread {
         self.flush(token);
     }
 }
+
+#[cfg(test)]
+mod tests;

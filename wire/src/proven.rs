@@ -37,7 +37,7 @@ const NO_MORIIO: &str = "a peer that speaks MoRIIO only asked where the KV lies,
     peers here: moriio_peers true lets them in, who can prove nothing";
 
 /// Most bytes that a proof adds to its hello.
-const PROOF_BYTES: usize = 1_024;
+pub(crate) const PROOF_BYTES: usize = 1_024;
 
 /// Most frames that wait for a proof.
 const WAITING_MAX: usize = 64;

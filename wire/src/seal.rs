@@ -4,7 +4,7 @@ use kvferry_engine::fabric::LinkId;
 use kvferry_trust::{ProvenSession, SecretAnswer, SecretConfirmation, SecretOffer, SessionSeal};
 use serde::{Deserialize, Serialize};
 
-/// First bytes of what is said of proofs. As those of native frames they start nothing else.
+/// First bytes of what is said of proofs. No MessagePack value and no native frame starts with them.
 const MAGIC: [u8; 2] = [0xc1, b'p'];
 
 /// What is said of proofs.
@@ -70,5 +70,61 @@ impl SealedLink {
             self.received = number.saturating_add(1);
         }
         is_good
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proven::PROOF_BYTES;
+    use crate::signed::attach;
+    use kvferry_engine::core::dialect::native;
+    use kvferry_trust::FleetProof;
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    fn proof() -> FleetProof {
+        let name = format!("kvferry-{}-seal", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        fs::write(&path, "0123456789abcdef0123456789abcdef").expect("a file");
+        fs::set_permissions(&path, Permissions::from_mode(0o400)).expect("its mode");
+        let proof = FleetProof::open(Some(&path)).expect("a secret");
+        fs::remove_file(path).expect("it is there");
+        proof
+    }
+
+    #[test]
+    fn native_frames_are_no_proofs() {
+        let proof = ProofFrame::Refusal("why".into()).encode();
+        assert!(ProofFrame::decode(&proof).is_some());
+        // 0xc1 is the byte that no MessagePack value starts with.
+        assert_eq!((proof[0], native::MAGIC[0]), (0xc1, 0xc1));
+        let other = [&native::MAGIC[..], &proof[MAGIC.len()..]].concat();
+        assert!(ProofFrame::decode(&other).is_none() && native::peek(&proof).is_none());
+    }
+
+    #[test]
+    fn proofs_fit_into_what_is_set_aside_for_them() {
+        let proof = proof();
+        let secret = proof.secret().expect("it has one");
+        let offer = secret.offer().expect("a random number");
+        let subject = ("test", &b"hello"[..]);
+        let (answer, _) =
+            proof.answer(subject, Some(&offer)).expect("it is known").expect("a secret");
+        let (confirmation, session) =
+            secret.confirm(subject, &offer, &answer).expect("it is right");
+        let mut sealed = SealedLink::new(LinkId(1), session);
+        sealed.sent = u64::MAX;
+        let seal = ProofFrame::Sealed { number: u64::MAX, seal: sealed.session.seal(&[b""]) };
+        let [offer, seal] = [ProofFrame::Offer(offer), seal].map(|frame| {
+            assert!(attach(b"\x80", &frame).is_some(), "a heartbeat has room for it");
+            frame.encode()
+        });
+        let answer = ProofFrame::Answer(answer).encode();
+        let confirmation = ProofFrame::Confirmation(confirmation).encode();
+        for frame in [offer, answer, confirmation, seal] {
+            // A part costs 64 bytes beside its own.
+            assert!(frame.len() + 2 * 64 <= PROOF_BYTES, "{} bytes", frame.len());
+        }
     }
 }

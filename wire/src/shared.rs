@@ -215,3 +215,57 @@ impl ZmqEventQueue {
         self.lock().waker = Some(waker);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::Ipv4Addr;
+
+    fn source(last: u8) -> PeerSource {
+        PeerSource::new(Ipv4Addr::new(10, 0, 0, last).into())
+    }
+
+    fn push(queue: &ZmqEventQueue, from: PeerSource, messages: usize) {
+        let frame = |_| ZmqLinkEvent::Frame { link: LinkId(1), parts: Vec::new() };
+        queue.push(&mut (0..messages).map(frame).collect(), (from, 0));
+    }
+
+    #[test]
+    fn link_takes_as_many_messages_as_its_queue_has_places() {
+        let queued = SendQueueDepth::default();
+        assert_eq!((0..2 * QUEUE_MAX).take_while(|_| queued.enter()).count(), QUEUE_MAX as usize);
+        queued.leave();
+        assert!(queued.enter() && !queued.enter());
+    }
+
+    #[test]
+    fn source_with_few_messages_is_no_flood_though_others_leave_no_room() {
+        let queue = ZmqEventQueue::default();
+        let [few, many] = [source(1), source(2)];
+        for turn in 0..=FLOOD_TURNS {
+            push(&queue, many, TURN_MESSAGES);
+            push(&queue, few, FLOOD_MESSAGES - 1);
+            for (source, full_turns) in [(few, 0), (many, turn)] {
+                assert_eq!(queue.room(source), ReadRoom { messages: 0, full_turns });
+            }
+            assert_eq!(queue.room(many).is_flooded(), turn == FLOOD_TURNS);
+            queue.take();
+        }
+        // A turn with room ends it.
+        assert!(queue.room(many).messages > 0);
+        queue.take();
+        assert_eq!(queue.room(many).full_turns, 0);
+    }
+
+    #[test]
+    fn bytes_that_wait_for_the_plane_are_shared_by_sources() {
+        let queue = ZmqEventQueue::default();
+        let [first, second] = [source(1), source(2)];
+        queue.push(&mut vec![ZmqLinkEvent::Down { link: LinkId(1) }], (first, INBOX_MAX / 2));
+        assert_eq!(queue.room(first).messages, 0);
+        assert!(queue.room(second).messages > 0);
+        let (_, is_awaited) = queue.take();
+        assert!(is_awaited, "the first waits for its place");
+        assert!(queue.room(first).messages > 0);
+    }
+}

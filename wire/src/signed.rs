@@ -33,7 +33,7 @@ const PURPOSE: (&str, &[u8]) = ("registration", b"");
 /// The last key of a heartbeat, with its length ahead as MessagePack has it.
 const KEY: &[u8] = b"\xadkvferry_proof";
 
-/// Longest proof, in bytes.
+/// Longest proof that a heartbeat carries, in bytes.
 const PROOF_MAX: usize = u8::MAX as usize;
 
 /// The key by which instances of ours say more than others.
@@ -86,7 +86,7 @@ pub struct SignedPlane<P> {
 }
 
 /// A heartbeat with a proof as its last key; none if it is no map with room for it.
-fn attach(heartbeat: &[u8], proof: &ProofFrame) -> Option<Vec<u8>> {
+pub(crate) fn attach(heartbeat: &[u8], proof: &ProofFrame) -> Option<Vec<u8>> {
     let (head, rest) = heartbeat.split_first().filter(|(head, _)| (0x80..=0x8e).contains(*head))?;
     let proof = proof.encode();
     let len = u8::try_from(proof.len()).ok()?;

@@ -165,7 +165,7 @@ impl ZmqIoThread {
     }
 
     /// An id that no other link of a peer has.
-    fn fresh_link(&mut self) -> Option<LinkId> {
+    pub(crate) fn fresh_link(&mut self) -> Option<LinkId> {
         loop {
             let link = LinkId(LinkId::INBOUND | self.next_inbound);
             self.next_inbound = self.next_inbound.wrapping_add(1) & !LinkId::INBOUND;

@@ -21,7 +21,8 @@ const GREETING_BYTES: usize = 64;
 /// for its envelope.
 pub const MESSAGE_MAX: usize = 17 << 20;
 
-/// Longest message of an unproven link; a hello with the layouts of 64 ranks is shorter.
+/// Longest message of an unproven link. A hello of 8 ranks with 128 layers in a region of MoRI each is
+/// shorter.
 pub const UNPROVEN_MAX: usize = 1 << 20;
 
 /// Longest message where MoRIIO peers send notifications, which prove nothing: the list of blocks of a
@@ -365,6 +366,8 @@ fn socket_type(mut said: &[u8]) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::proven::PROOF_BYTES;
+    use kvferry_engine::core::dialect::native::FRAME_MAX;
     use proptest::prelude::*;
 
     /// What is heard of bytes that come in pieces, and the most that was held meanwhile.
@@ -419,6 +422,47 @@ mod tests {
         assert!(protocol(&dealer(&[5, 1, 1])).contains("flags"));
         assert!(protocol(&dealer(&[8, 1, 1])).contains("flags"));
         assert!(protocol(&dealer(&[6, 0, 0, 0, 0, 0, 0, 16, 1])).contains("command"));
+        let ping = |context: &[u8]| {
+            let mut said = Vec::new();
+            frame(COMMAND, &[b"\x04PING\0\0", context].concat(), &mut said);
+            dealer(&said)
+        };
+        let longest = [7; CONTEXT_MAX];
+        let (Ok(events), _) = heard(&ping(&longest), usize::MAX) else { panic!("it is short") };
+        assert_eq!(events, [ZmtpEvent::Ready, ZmtpEvent::Ping(longest.to_vec())]);
+        assert!(protocol(&ping(&[7; CONTEXT_MAX + 1])).contains("too long a context"));
+    }
+
+    #[test]
+    fn limits_hold_the_longest_messages_that_peers_send() {
+        // A frame with its seal ahead.
+        let sealed = FRAME_MAX + PROOF_BYTES + 2 * PART_COST;
+        assert!(sealed <= MESSAGE_MAX, "{sealed}");
+        // A MoRIIO peer lists a block of one token of a million tokens in five bytes.
+        assert!(5 * 1_000_000 + PART_COST <= NOTIFY_MAX);
+    }
+
+    #[test]
+    fn largest_cost_that_is_set_counts_from_the_next_part_on() {
+        let part = |more: bool, len: usize| {
+            let mut said = Vec::new();
+            frame(if more { MORE } else { 0 }, &vec![1; len], &mut said);
+            said
+        };
+        let (mut reader, mut out) = (ZmtpReader::new(ZmtpSocket::Router), Vec::new());
+        assert_eq!(reader.most(), MESSAGE_MAX);
+        reader.read(&dealer(&part(true, 1_000)), &mut out).expect("it is short");
+        reader.set_most(1_000 + PART_COST);
+        assert_eq!(reader.read(&part(false, 0), &mut out), Err(ZmtpError::TooLong));
+        let (mut reader, mut out) = (ZmtpReader::new(ZmtpSocket::Router), Vec::new());
+        reader.set_most(1_000);
+        reader.read(&dealer(&[]), &mut out).expect("a greeting is no message");
+        let long = part(false, 2_000);
+        reader.set_most(2_000 + PART_COST);
+        reader.read(&long[..20], &mut out).expect("it is short enough");
+        reader.set_most(1_000);
+        reader.read(&long[20..], &mut out).expect("it was begun before");
+        assert_eq!(reader.read(&long, &mut out), Err(ZmtpError::TooLong));
     }
 
     #[test]

@@ -86,6 +86,55 @@ fn what_was_queued_before_hanging_up_is_said() {
 }
 
 #[test]
+fn plane_that_stops_listening_refuses_dials_and_keeps_its_links() {
+    let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+    let to = far.plane.listen(LinkKind::Notify).unwrap();
+    dial(&mut near, &to);
+    far.plane.stop_listening();
+    let address = to.0.strip_prefix("tcp://").unwrap();
+    // The thread of the plane gets to it in its own time.
+    while TcpStream::connect(address).is_ok() {
+        std::thread::park_timeout(Duration::from_millis(1));
+    }
+    near.plane.dial(LinkId(8), &to, LinkKind::Notify).unwrap();
+    near.wait_for(|event| *event == ControlEvent::LinkDown { link: LinkId(8) });
+    near.plane.send(LINK, &[b"still here"]).unwrap();
+    let (inbound, parts) = far.next_frame();
+    assert_eq!(parts, [b"still here"]);
+    far.plane.send(inbound, &[b"me too"]).unwrap();
+    assert_eq!(near.next_frame().1, [b"me too"]);
+    far.plane.listen(LinkKind::Notify).expect("it may listen again");
+}
+
+#[test]
+fn plane_ends_though_its_peer_does_not_read() {
+    let (mut near, mut far) = (TestZmqPlane::new("127.0.0.1"), TestZmqPlane::new("127.0.0.1"));
+    let to = far.plane.listen(LinkKind::Notify).unwrap();
+    dial(&mut near, &to);
+    while near.plane.send(LINK, &[&[0; 8 << 10]]).is_ok() {}
+    let (ended, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        drop(near);
+        ended.send(()).unwrap();
+    });
+    // Nobody takes what it said: `far` is not polled.
+    end.recv_timeout(common::PATIENCE).expect("it waits for who does not read");
+    drop(far);
+}
+
+#[test]
+fn connection_that_does_not_say_what_it_is_ends() {
+    let mut ours = TestZmqPlane::new("127.0.0.1");
+    let to = ours.plane.listen(LinkKind::Notify).unwrap();
+    let mut stream = TcpStream::connect(to.0.strip_prefix("tcp://").unwrap()).unwrap();
+    stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+    stream.write_all(&[0xff]).unwrap();
+    let mut said = Vec::new();
+    stream.read_to_end(&mut said).expect("it is closed after five seconds");
+    assert!(said.starts_with(&[0xff]), "its own greeting: {said:?}");
+}
+
+#[test]
 fn a_listener_that_never_answers_is_down_in_time() {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let to = Endpoint::from(format!("tcp://{}", silent.local_addr().unwrap()).as_str());

@@ -10,13 +10,16 @@ use kvferry_engine::core::dialect::native::{self, ConnectionHeader, Frame};
 use kvferry_engine::core::ids::Incarnation;
 use kvferry_engine::core::layout::{Geometry, KvGroup};
 use kvferry_engine::core::message::{Hello, Role};
-use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind};
+use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
 use kvferry_wire::ProvenPlane;
 use proptest::prelude::*;
 use std::sync::atomic::Ordering;
 
 const OUT: LinkId = LinkId(7);
 const IN: LinkId = LinkId(LinkId::INBOUND | 7);
+
+/// Most frames that wait for a proof.
+const WAITING_MAX: u64 = 64;
 
 /// A side of a link of handshakes.
 type ProvenTestSide = CableSide<ProvenPlane<Cable>>;
@@ -118,6 +121,21 @@ fn what_is_said_arrives_once_both_are_proven() {
         let told = carry(&mut near, &mut far);
         assert_eq!(told, [vec![vec![probe(10 + number)]], vec![vec![probe(number)]]]);
     }
+}
+
+#[test]
+fn frames_wait_for_a_proof_in_order_and_in_bounds() {
+    let (mut near, mut far) = pair(Some(OURS), Some(OURS));
+    near.say(&hello());
+    let is_taken = |near: &mut ProvenTestSide, nth: u64| near.plane.send(near.link, &[&probe(nth)]);
+    for nth in 0..WAITING_MAX {
+        assert_eq!(is_taken(&mut near, nth), Ok(()), "frame {nth}");
+    }
+    assert_eq!(is_taken(&mut near, WAITING_MAX), Err(Refused::Busy));
+    let [_, told] = carry(&mut near, &mut far);
+    let expected = (0..WAITING_MAX).map(|nth| vec![probe(nth)]);
+    assert_eq!(told, [vec![hello()]].into_iter().chain(expected).collect::<Vec<_>>());
+    assert_eq!(is_taken(&mut near, WAITING_MAX), Ok(()), "nothing waits once it is proven");
 }
 
 #[test]

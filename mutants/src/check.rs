@@ -1,0 +1,126 @@
+//! Pass that leaves out the sites that do not compile.
+
+use crate::rewrite::RewrittenFile;
+use crate::tree::MutantTree;
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+/// Most rounds: the compiler tells the errors of types, and then those of borrows.
+pub(crate) const ROUNDS_MAX: usize = 16;
+
+/// Sites of the tree that the compiler refuses, as its messages say.
+///
+/// # Errors
+/// An error that is at no site: the tree cannot be built.
+pub(crate) fn refused(tree: &MutantTree, messages: &str) -> Result<BTreeSet<u32>, String> {
+    let mut refused = BTreeSet::new();
+    for line in messages.lines() {
+        let Ok(message) = serde_json::from_str::<Value>(line) else { continue };
+        let message = &message["message"];
+        // The last error only counts the others.
+        let has_spans = message["spans"].as_array().is_some_and(|spans| !spans.is_empty());
+        if message["level"] != "error" || !has_spans {
+            continue;
+        }
+        let at = sites_of(tree, message);
+        if at.is_empty() {
+            return Err(message["rendered"].as_str().unwrap_or("an error at no site").into());
+        }
+        refused.extend(at);
+    }
+    Ok(refused)
+}
+
+/// Sites that an error is at: its main place if one is there, or else any that it names.
+fn sites_of(tree: &MutantTree, message: &Value) -> BTreeSet<u32> {
+    let spans = message["spans"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let (main, others): (Vec<&Value>, Vec<&Value>) =
+        spans.iter().partition(|span| span["is_primary"] == true);
+    for spans in [main, others] {
+        let ids: BTreeSet<u32> = spans.iter().flat_map(|span| sites_at(tree, span)).collect();
+        if !ids.is_empty() {
+            return ids;
+        }
+    }
+    BTreeSet::new()
+}
+
+fn sites_at(tree: &MutantTree, span: &Value) -> BTreeSet<u32> {
+    let place = |key: &str| span[key].as_u64().and_then(|it| usize::try_from(it).ok());
+    let file = span["file_name"].as_str().unwrap_or_default();
+    let (Some(start), Some(end)) = (place("byte_start"), place("byte_end")) else {
+        return BTreeSet::new();
+    };
+    tree.written(file).map(|it| at(it, start, end)).unwrap_or_default()
+}
+
+/// Sites at these bytes: the one whose change has them, or else all around them, or those within.
+fn at(file: &RewrittenFile, start: usize, end: usize) -> BTreeSet<u32> {
+    let places = &file.places;
+    let ids = |is_meant: &dyn Fn(&crate::rewrite::SitePlace) -> bool| {
+        places.iter().filter(|it| is_meant(it)).map(|it| it.id).collect::<BTreeSet<u32>>()
+    };
+    let changed =
+        ids(&|it| !it.change.is_empty() && it.change.start <= start && end <= it.change.end);
+    if !changed.is_empty() {
+        return changed;
+    }
+    let around = ids(&|it| it.whole.start <= start && end <= it.whole.end);
+    if !around.is_empty() {
+        return around;
+    }
+    ids(&|it| start <= it.whole.start && it.whole.end <= end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::find::find;
+    use std::collections::BTreeMap;
+
+    const TEXT: &str = "fn f(a: &str) -> String { g(1); a.to_owned() + \"x\" }\n";
+
+    fn tree(text: &str) -> MutantTree {
+        let folder = std::env::temp_dir().join(format!("kvferry-mutants-{}", std::process::id()));
+        let folder = folder.join(format!("{:?}", std::thread::current().id()));
+        std::fs::create_dir_all(&folder).expect("it can be created");
+        let sites = find("a.rs", text).expect("it parses").sites;
+        let sources = BTreeMap::from([("a.rs".to_owned(), text.to_owned())]);
+        let sites = (0..).zip(sites).collect();
+        let mut tree =
+            MutantTree::copy(&folder, folder.clone(), &[], sources, sites).expect("it is written");
+        tree.write_sources().expect("they are written");
+        tree
+    }
+
+    fn error(tree: &MutantTree, text: &str) -> String {
+        let written = &tree.written("a.rs").expect("it is there").text;
+        let start = written.find(text).expect("it has it");
+        let span = serde_json::json!({
+            "file_name": "a.rs", "is_primary": true,
+            "byte_start": start, "byte_end": start + text.len(),
+        });
+        serde_json::json!({"message": {"level": "error", "rendered": "no", "spans": [span]}})
+            .to_string()
+    }
+
+    #[test]
+    fn site_whose_change_does_not_compile_is_left_out() {
+        let mut tree = tree(TEXT);
+        let minus = "(a . to_owned ()) - (\"x\")".to_owned();
+        let gone = refused(&tree, &error(&tree, &minus)).expect("it is at a site");
+        assert_eq!(gone.len(), 1);
+        tree.sites.retain(|id, _| !gone.contains(id));
+        tree.write_sources().expect("they are written");
+        let written = &tree.written("a.rs").expect("it is there").text;
+        assert!(!written.contains(&minus) && written.contains("g((if"), "{written}");
+        std::fs::remove_dir_all(&tree.folder).expect("it can be removed");
+    }
+
+    #[test]
+    fn error_beyond_all_sites_ends_the_pass() {
+        let tree = tree(TEXT);
+        assert_eq!(refused(&tree, &error(&tree, "fn f(a: &str)")), Err("no".into()));
+        std::fs::remove_dir_all(&tree.folder).expect("it can be removed");
+    }
+}

@@ -92,6 +92,7 @@ impl MeasuredProgram {
         match self.program.run(&[], &environment, &limits)? {
             ProgramEnd::Passed => Ok(None),
             ProgramEnd::Hung => Ok(Some("does not end".into())),
+            ProgramEnd::Large => Ok(Some("takes too much memory".into())),
             ProgramEnd::Failed(tests) => {
                 let Some(first) = tests.first() else {
                     return Ok(Some("the program dies".into()));

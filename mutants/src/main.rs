@@ -24,6 +24,9 @@ use std::path::Path;
 use std::process::ExitCode;
 use tree::MutantTree;
 
+/// Heading of the table in the list of results.
+const ALL: &str = "\n## All\n";
+
 /// Plants a sample of small changes of the sources, and tells which no test finds.
 #[derive(Debug, Parser)]
 struct MutantArgs {
@@ -42,6 +45,9 @@ struct MutantArgs {
     /// Mutants that are run at a time
     #[arg(long, default_value_t = 2)]
     jobs: usize,
+    /// Write the results to mutants/RESULTS.md
+    #[arg(long)]
+    write: bool,
     /// List what would be run, without building anything
     #[arg(long)]
     list: bool,
@@ -88,17 +94,24 @@ fn run(args: &MutantArgs) -> Result<bool, String> {
         tree.sites.iter().take(args.count).map(|(id, site)| (*id, site)).collect();
     let results = hunt::hunt(&mutants, &programs, &cache, &folder, args.jobs)?;
     let outcomes: Vec<Outcome<'_>> = mutants.iter().map(|(_, site)| *site).zip(results).collect();
-    tell(&root, &folder, &outcomes)
+    tell(&root, &folder, &outcomes, args.write)
 }
 
 /// Writes the table and prints the totals; true if the tier passes.
-fn tell(root: &Path, folder: &Path, outcomes: &[Outcome<'_>]) -> Result<bool, String> {
+fn tell(root: &Path, folder: &Path, outcomes: &[Outcome<'_>], write: bool) -> Result<bool, String> {
     let list = root.join("mutants/equivalent.toml");
     let text = fs::read_to_string(&list).map_err(|why| format!("{}: {why}", list.display()))?;
     let equivalent = EquivalentMutants::parse(&text)?;
     let table = report::table(outcomes, &equivalent);
     let path = folder.join("results.md");
     fs::write(&path, &table).map_err(|why| format!("{}: {why}", path.display()))?;
+    if write {
+        let path = root.join("mutants/RESULTS.md");
+        let told = |why: std::io::Error| format!("{}: {why}", path.display());
+        let text = fs::read_to_string(&path).map_err(told)?;
+        let (head, _) = text.split_once(ALL).ok_or("RESULTS.md has no list of all mutants")?;
+        fs::write(&path, format!("{head}{ALL}\n{table}")).map_err(told)?;
+    }
     for row in table.lines().filter(|row| row.ends_with("** |")) {
         println!("{row}");
     }

@@ -1,8 +1,7 @@
 //! Results of former runs, which hold as long as the function, its change and the tests are the same.
 
-use crate::site::MutationSite;
+use crate::site::{MutationSite, hash};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,16 +16,6 @@ pub(crate) enum MutantResult {
     Survived,
     /// No test program reaches it.
     Unreached,
-}
-
-/// Hash of a text.
-pub(crate) fn hash(parts: &[&[u8]]) -> String {
-    let mut hash = Sha256::new();
-    for part in parts {
-        hash.update((part.len() as u64).to_le_bytes());
-        hash.update(part);
-    }
-    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Versions of the test programs: hashes of what their tests are written in.
@@ -94,8 +83,7 @@ struct CachedResult {
 
 impl ResultCache {
     fn path(&self, site: &MutationSite) -> PathBuf {
-        let parts = [site.key(), site.body.clone()];
-        self.folder.join(hash(&parts.each_ref().map(|it| it.as_bytes()))).with_extension("json")
+        self.folder.join(site.hash()).with_extension("json")
     }
 
     /// What is found stays found while the tests of the finder's package are the same; what

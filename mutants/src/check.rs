@@ -1,12 +1,44 @@
 //! Pass that leaves out the sites that do not compile.
 
 use crate::rewrite::RewrittenFile;
+use crate::site::MutationSite;
 use crate::tree::MutantTree;
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::PathBuf;
 
 /// Most rounds: the compiler tells the errors of types, and then those of borrows.
 pub(crate) const ROUNDS_MAX: usize = 16;
+
+/// List of sites that did not compile in former builds, so that the next one writes the same text and
+/// Cargo has nothing to do.
+#[derive(Debug)]
+pub(crate) struct RefusedSites {
+    pub(crate) path: PathBuf,
+}
+
+impl RefusedSites {
+    /// Leaves out the sites that are known not to compile.
+    pub(crate) fn leave_out(&self, sites: &mut BTreeMap<u32, MutationSite>) {
+        let text = fs::read_to_string(&self.path).unwrap_or_default();
+        let known: BTreeSet<&str> = text.lines().collect();
+        sites.retain(|_, site| !known.contains(site.hash().as_str()));
+    }
+
+    /// Leaves these sites of the tree out, in this build and those to come.
+    ///
+    /// # Errors
+    /// The list cannot be written.
+    pub(crate) fn add(&self, tree: &mut MutantTree, gone: &BTreeSet<u32>) -> Result<(), String> {
+        let mut text = fs::read_to_string(&self.path).unwrap_or_default();
+        for site in gone.iter().filter_map(|id| tree.sites.remove(id)) {
+            text.push_str(&site.hash());
+            text.push('\n');
+        }
+        fs::write(&self.path, text).map_err(|why| format!("{}: {why}", self.path.display()))
+    }
+}
 
 /// Sites of the tree that the compiler refuses, as its messages say.
 ///
@@ -76,7 +108,6 @@ fn at(file: &RewrittenFile, start: usize, end: usize) -> BTreeSet<u32> {
 mod tests {
     use super::*;
     use crate::find::find;
-    use std::collections::BTreeMap;
 
     const TEXT: &str = "fn f(a: &str) -> String { g(1); a.to_owned() + \"x\" }\n";
 
@@ -110,10 +141,14 @@ mod tests {
         let minus = "(a . to_owned ()) - (\"x\")".to_owned();
         let gone = refused(&tree, &error(&tree, &minus)).expect("it is at a site");
         assert_eq!(gone.len(), 1);
-        tree.sites.retain(|id, _| !gone.contains(id));
+        let mut all = tree.sites.clone();
+        let list = RefusedSites { path: tree.folder.join("refused") };
+        list.add(&mut tree, &gone).expect("it is kept");
         tree.write_sources().expect("they are written");
         let written = &tree.written("a.rs").expect("it is there").text;
         assert!(!written.contains(&minus) && written.contains("g((if"), "{written}");
+        list.leave_out(&mut all);
+        assert_eq!(all, tree.sites, "the next build");
         std::fs::remove_dir_all(&tree.folder).expect("it can be removed");
     }
 

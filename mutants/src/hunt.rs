@@ -1,8 +1,8 @@
 //! Runs of the test programs: without a mutant, and with each.
 
-use crate::cache::{MutantResult, ResultCache, hash};
+use crate::cache::{MutantResult, ResultCache};
 use crate::programs::{ProgramEnd, RunLimits, TestProgram};
-use crate::site::MutationSite;
+use crate::site::{MutationSite, hash};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;

@@ -15,6 +15,7 @@ mod site;
 mod tree;
 
 use cache::{ResultCache, TestVersions};
+use check::RefusedSites;
 use clap::Parser;
 use report::{EquivalentMutants, MutantTotals, Outcome};
 use site::MutationSite;
@@ -76,17 +77,19 @@ fn run(args: &MutantArgs) -> Result<bool, String> {
         sites.retain(|site| site.key().contains(only.as_str()));
     }
     sites.truncate(args.drawn.max(args.count));
+    let folder = root.join("target/mutants");
+    let mut numbered: BTreeMap<u32, MutationSite> = (0..).zip(sites).collect();
+    let refused = RefusedSites { path: folder.join("refused") };
+    refused.leave_out(&mut numbered);
     if args.list {
-        for site in sites.iter().take(args.count) {
+        for site in numbered.values().take(args.count) {
             println!("{}:{} {}: {}", site.file, site.line, site.function, site.change);
         }
         return Ok(true);
     }
-    let folder = root.join("target/mutants");
-    let numbered: BTreeMap<u32, MutationSite> = (0..).zip(sites).collect();
     let mut tree = MutantTree::copy(&root, folder.join("tree"), &files, sources, numbered)?;
     let build = folder.join("build");
-    let programs = programs::build(&mut tree, &build)?;
+    let programs = programs::build(&mut tree, &build, &refused)?;
     let programs = hunt::measure(programs, &folder)?;
     let versions = TestVersions::read(&root, &files)?;
     let cache = ResultCache { folder: folder.join("cache"), versions };

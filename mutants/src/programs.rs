@@ -1,6 +1,6 @@
 //! Test programs: how they are built, and how one is run within limits.
 
-use crate::check::{ROUNDS_MAX, refused};
+use crate::check::{ROUNDS_MAX, RefusedSites, refused};
 use crate::tree::MutantTree;
 use rustix::process::{Pid, Signal, kill_process_group};
 use serde_json::Value;
@@ -101,7 +101,11 @@ fn cargo(tree: &Path, build: &Path) -> Command {
 ///
 /// # Errors
 /// The tree has an error at no site, or Cargo fails.
-pub(crate) fn build(tree: &mut MutantTree, build: &Path) -> Result<Vec<TestProgram>, String> {
+pub(crate) fn build(
+    tree: &mut MutantTree,
+    build: &Path,
+    known: &RefusedSites,
+) -> Result<Vec<TestProgram>, String> {
     for round in 1..=ROUNDS_MAX {
         tree.write_sources()?;
         let output = cargo(&tree.folder, build).output().map_err(|why| format!("cargo: {why}"))?;
@@ -115,7 +119,7 @@ pub(crate) fn build(tree: &mut MutantTree, build: &Path) -> Result<Vec<TestProgr
             return Err("the build failed without an error in a source".into());
         }
         println!("build {round}: {} changes do not compile", gone.len());
-        tree.sites.retain(|id, _| !gone.contains(id));
+        known.add(tree, &gone)?;
     }
     Err(format!("the tree does not compile after {ROUNDS_MAX} rounds"))
 }

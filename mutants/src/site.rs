@@ -1,5 +1,6 @@
 //! Places of a source file that can be changed, and the changes.
 
+use sha2::{Digest, Sha256};
 use std::ops::Range;
 
 /// A change of one place of a source file.
@@ -38,4 +39,19 @@ impl MutationSite {
         let nth = if self.nth == 0 { String::new() } else { format!(" #{}", self.nth + 1) };
         format!("{} {}: {}{nth}", self.file, self.function, self.change)
     }
+
+    /// Hash of the change and of the function's text.
+    pub(crate) fn hash(&self) -> String {
+        hash(&[self.key().as_bytes(), self.body.as_bytes()])
+    }
+}
+
+/// Hash of a text.
+pub(crate) fn hash(parts: &[&[u8]]) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect()
 }

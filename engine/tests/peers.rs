@@ -250,6 +250,23 @@ fn a_link_that_carries_nothing_is_replaced() {
 }
 
 #[test]
+fn lost_message_is_repeated_on_time_though_others_follow() {
+    let mut net = TestNet::ready(TestFaults::NONE);
+    let slot = net.reach();
+    net.run(SECOND);
+    (net.faults.loss, net.faults.until) = (1_000, net.now + Nanos::from_us(1));
+    net.send(DECODE, slot).unwrap();
+    let other = net.cores[PREFILL].up()[0];
+    let (mut passed, step) = (Nanos::ZERO, Nanos::from_ms(10));
+    while net.cores[PREFILL].received(other).is_empty() {
+        net.run(step);
+        passed = passed + step;
+        assert!(passed <= ChannelConfig::default().retransmit + step, "nothing was repeated");
+        net.send(DECODE, slot).unwrap();
+    }
+}
+
+#[test]
 fn a_link_that_was_cut_is_replaced_at_once() {
     let mut net = TestNet::ready(TestFaults::NONE);
     let slot = net.reach();

@@ -314,9 +314,14 @@ fn frames_of_other_lives_and_sessions_are_ignored_and_counted() {
         net.forge(PREFILL, &data(envelope, 0));
         net.forge(PREFILL, &Frame::Ack { envelope, next: 9 });
     }
+    // A later incarnation of the peer may end the connection of this one.
+    let earlier = ConnectionHeader { from: Incarnation(0), ..right };
+    for envelope in [earlier, wrong[1], wrong[2]] {
+        net.forge(PREFILL, &Frame::Bye { envelope });
+    }
     net.run(Nanos::from_ms(1));
     let TestCore { peers, events, .. } = &net.cores[PREFILL];
-    assert_eq!((peers.stale(), peers.gauges().violations, events.len()), (6, 0, 1));
+    assert_eq!((peers.stale(), peers.gauges().violations, events.len()), (9, 0, 1));
     net.forge(PREFILL, &data(right, 0));
     net.run(Nanos::from_ms(1));
     assert_eq!(net.cores[PREFILL].events.len(), 2);

@@ -7,7 +7,7 @@ use kvferry_engine::core::Nanos;
 use kvferry_engine::core::dialect::moriio::handshake::{AgentMetadata, LayerMemory, REQUEST};
 use kvferry_engine::core::dialect::moriio::notify::*;
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{BlockId, FlowId, TransferId};
+use kvferry_engine::core::ids::{BlockId, FlowId, TP_MAX, TransferId};
 use kvferry_engine::core::layout::BlockList;
 use kvferry_engine::core::message::*;
 use kvferry_engine::fabric::{LinkId, LinkKind};
@@ -322,6 +322,18 @@ fn a_source_is_kept_until_every_reader_of_every_rank_has_released_it() {
         }
         assert_eq!(table.answer(), freed, "{own} {consumers} {heard:?}");
     }
+}
+
+#[test]
+fn releases_of_more_ranks_than_a_decode_may_have_are_violations() {
+    let mut table = held(2);
+    // The other rank here hears of none of them, so that the source is kept.
+    for _ in 0..TP_MAX + 3 {
+        let link = table.accept(LinkKind::notify_of(0));
+        table.hear(link, &[&release(2)]);
+    }
+    assert_eq!(table.core.moriio().violations, 3);
+    assert!(table.wants.is_empty(), "{:?}", table.wants);
 }
 
 #[test]

@@ -127,6 +127,24 @@ proptest! {
     }
 }
 
+#[test]
+fn payload_is_one_operation_by_default() {
+    let mut world = OmniMoriWorld::with(OmniMoriSettings::default());
+    for step in [
+        WireStep::Put { key: 0, bytes: 12_000, usable: true },
+        WireStep::LinkUp { link: 0 },
+        WireStep::Pull { link: 0, key: 0, engine: 0, dst: 64, lie: 0 },
+        WireStep::Opens { ok: true },
+        WireStep::Deliver,
+        WireStep::Completes { op: 0, how: 0 },
+        WireStep::Deliver,
+    ] {
+        world.step(step);
+    }
+    assert_eq!(world.pulled, 1);
+    world.finish();
+}
+
 /// A receiver that has waited in vain comes back, and gets it.
 #[test]
 fn a_payload_waits_for_a_receiver_whose_connection_was_lost() {

@@ -93,6 +93,14 @@ pub(crate) struct OmniMoriWorld {
 
 impl OmniMoriWorld {
     pub(crate) fn new() -> OmniMoriWorld {
+        // Two and more operations for the longer payloads.
+        OmniMoriWorld::with(OmniMoriSettings {
+            operation_bytes_max: 5_000,
+            ..OmniMoriSettings::default()
+        })
+    }
+
+    pub(crate) fn with(settings: OmniMoriSettings) -> OmniMoriWorld {
         #[cfg(feature = "planted")]
         kvferry_engine::planted::plant_from_environment();
         let payloads =
@@ -112,11 +120,7 @@ impl OmniMoriWorld {
             address: Address(engine_desc(99)),
             caps,
             pool: POOL,
-            // Two and more operations for the longer payloads.
-            settings: OmniMoriSettings {
-                operation_bytes_max: 5_000,
-                ..OmniMoriSettings::default()
-            },
+            settings,
         };
         let mut world = OmniMoriWorld {
             core: PayloadCore::new(payloads),

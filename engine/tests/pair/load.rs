@@ -10,6 +10,8 @@ use kvferry_engine::core::message::*;
 use kvferry_engine::core::prefill::PrefillInput;
 use kvferry_engine::core::transfer::TransferSettings;
 use kvferry_engine::fabric::{Caps, Credits, FabricError, Landed, Placement, PlaneTimeouts};
+use std::cell::RefCell;
+use std::rc::Rc;
 
 pub(super) const TOKENS: u32 = 4 * BLOCK;
 
@@ -99,6 +101,33 @@ fn a_plane_that_is_busy_costs_no_try_and_little_work() {
     let needed = 7 * u64::from(LAYERS);
     assert_eq!(pair.ops - pair.refused, needed);
     assert!(pair.refused <= needed, "{} refused, {needed} needed", pair.refused);
+}
+
+#[test]
+fn one_more_operation_is_tried_after_as_many_as_are_in_flight() {
+    let mut pair = PairWorld::over(unlimited(), Mode::Pull, TransferSettings::default());
+    pair.credit = 1;
+    let at_once = Rc::new(RefCell::new(Vec::new()));
+    let seen = at_once.clone();
+    pair.op_us = Box::new(move |_, used| {
+        seen.borrow_mut().push(used.operations);
+        500
+    });
+    offer_all(&mut pair, 7);
+    for n in 1..=7 {
+        take(&mut pair, n, TOKENS);
+    }
+    pair.run(pair.now + Nanos::from_us(100));
+    let refused = pair.refused;
+    assert!(refused > 0, "one at a time is all that it takes");
+    pair.credit = usize::MAX;
+    settle(&mut pair, 5);
+    assert_eq!((loads(&pair), pair.refused), (7, refused));
+    // With so many beside it an operation is posted for each of them and for itself as they complete,
+    // and one more then.
+    let posted = |beside: u32| at_once.borrow().iter().filter(|it| **it == beside).count() as u32;
+    let counts: Vec<u32> = (0..8).map(posted).collect();
+    assert_eq!(counts, (0..8).map(|beside| beside + 2).collect::<Vec<_>>());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use crate::discovery::{DiscoveryBench, SentLeg, done, native, sent};
 use kvferry_engine::core::ids::{ClientId, LegId};
-use kvferry_engine::core::message::{Mode, Role};
+use kvferry_engine::core::message::{Mode, Registration, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, ClientRequest, InstanceState, LegBody, LegEvent, LegFailure, RetryShare,
     RoutedPrompt, RouterConfig, RouterEffect, RouterInput, StaticInstance,
@@ -190,6 +190,36 @@ fn instance_that_others_fill_is_asked_again_after_the_time_that_it_names() {
     bench.leg(legs[0].leg, done());
     let next = sent(bench.leg(legs[1].leg, done()));
     assert!(!next.is_empty(), "it serves again");
+}
+
+#[test]
+fn instance_whose_server_serves_other_legs_is_asked_again_soon() {
+    let config = RouterConfig { wait_max: Nanos::from_secs(60), ..RouterConfig::default() };
+    let mut bench = DiscoveryBench::new(config);
+    bench.give(RouterInput::Register(native("p0", Role::Prefill, Mode::Push)));
+    for name in ["d0", "d1"] {
+        let registration = native(name, Role::Decode, Mode::Push);
+        let http = "server:8000".into();
+        let dp_rank = u16::from(name == "d1");
+        bench.give(RouterInput::Register(Registration { http, dp_rank, ..registration }));
+    }
+    let legs: Vec<_> = (0..2).map(|_| sent(bench.ask())).collect();
+    let engines: Vec<_> = legs.iter().map(|legs| &*legs[1].engine).collect();
+    assert_eq!(engines, ["d0", "d1"], "{:?}", bench.engines());
+    let refusal = || busy(Some(Nanos::from_secs(3)));
+    // The leg of the second request stays at d1, which takes no other one.
+    let mut again = sent(bench.leg(legs[0][1].leg, refusal()));
+    assert_eq!(&*again[1].engine, "d1");
+    assert!(sent(bench.leg(again[1].leg, refusal())).is_empty(), "both have no room");
+    let mut asked_at = Vec::new();
+    for _ in 0..3 {
+        again = sent(bench.tick());
+        assert_eq!((again.len(), &*again[1].engine), (2, "d0"));
+        asked_at.push(bench.now);
+        assert!(sent(bench.leg(again[1].leg, refusal())).is_empty(), "it was just refused");
+    }
+    // A leg of d1 that ends makes room sooner than the server says.
+    assert_eq!(asked_at, [20, 60, 140].map(Nanos::from_ms));
 }
 
 #[test]

@@ -238,6 +238,22 @@ fn tries_are_bounded_and_the_last_cause_is_told() {
 }
 
 #[test]
+fn leg_that_its_instance_ends_fails_by_its_role() {
+    for (role, failure) in
+        [(Role::Prefill, Failure::PrefillEnded), (Role::Decode, Failure::Cancelled)]
+    {
+        let mut world = world(3, 3);
+        let client = world.request(vec![prompt(100)], 1);
+        while world.open.contains(&client) {
+            let ended = LegEvent::Done { reason: FinishReason::Error, recomputed: None };
+            world.leg(world.legs(client, role)[0], ended);
+        }
+        let failed = LegFailure::Instance(failure);
+        assert_eq!(world.answers[&client], ClientAnswer::Failed(failed), "{role:?}");
+    }
+}
+
+#[test]
 fn recompute_is_told() {
     let mut world = world(1, 1);
     let client = world.request(vec![prompt(100)], 1);

@@ -2,9 +2,9 @@
 
 use super::{HostBench, OTHER, TALKER, THINKER, chunk, stream};
 use crate::cluster::{HostSettings, PAGE, prefill_name};
-use kvferry_engine::core::Nanos;
 use kvferry_engine::core::config::CoreSettings;
 use kvferry_engine::core::payload::*;
+use kvferry_engine::core::{Machine as _, Nanos};
 
 fn pool_of(pages: u64) -> PayloadConfig {
     PayloadConfig { pool: pages * PAGE, ..PayloadConfig::default() }
@@ -41,6 +41,20 @@ fn a_host_that_wants_nothing_takes_no_place() {
     bench.tell(0, THINKER, PayloadHook::End { stream: stream(), failure: None, is_own: false });
     bench.pass(20);
     assert_eq!(bench.missing(), PayloadFailure::Ended);
+}
+
+#[test]
+fn hosts_beyond_the_limit_take_no_place() {
+    let mut bench = HostBench::with(4, PayloadConfig { hosts_max: 1, ..pool_of(16) });
+    bench.want_from(1, chunk(0), 0);
+    bench.pass(50);
+    let remembered = |bench: &HostBench| bench.cluster.hosts[0].payload.gauges().remembered;
+    let of_one = remembered(&bench);
+    for (host, index) in [(2, 1), (3, 2)] {
+        bench.want_from(host, chunk(index), 0);
+        bench.pass(50);
+        assert_eq!(remembered(&bench), of_one, "host {host} has a place");
+    }
 }
 
 #[test]

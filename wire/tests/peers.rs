@@ -2,13 +2,14 @@
 
 mod common;
 
-use common::TestZmqPlane;
+use common::{PATIENCE, TestZmqPlane};
 use kvferry_engine::core::Nanos;
 use kvferry_engine::fabric::{ControlEvent, ControlPlane, Endpoint, LinkId, LinkKind, Refused};
-use kvferry_wire::{WireConfig, ZmqPlane};
+use kvferry_trust::FleetProof;
+use kvferry_wire::{SignedPlane, WireConfig, ZmqPlane};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LINK: LinkId = LinkId(7);
 
@@ -28,6 +29,23 @@ fn a_port_that_is_taken_is_an_error_with_the_address() {
         panic!("a taken port was listened on")
     };
     assert!(why.contains(&format!("tcp://127.0.0.1:{port}")), "{why}");
+}
+
+#[test]
+fn plane_that_stops_listening_refuses_connections() {
+    let config = WireConfig { host: "127.0.0.1".into(), ..WireConfig::default() };
+    let plane = ZmqPlane::new(config).unwrap();
+    let mut plane = SignedPlane::new(plane, FleetProof::open(None).unwrap());
+    let at = plane.listen(LinkKind::Discovery).unwrap();
+    let at = at.0.strip_prefix("tcp://").unwrap().to_owned();
+    TcpStream::connect(&at).unwrap();
+    plane.stop_listening();
+    // The thread of the plane closes the port, as late as it has its turn.
+    let start = Instant::now();
+    while TcpStream::connect(&at).is_ok() {
+        assert!(start.elapsed() < PATIENCE, "connections are still accepted");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

@@ -21,11 +21,12 @@ const PACKAGES: [&str; 5] = [
 ];
 
 /// Test programs beside those of the libraries, but those that read sources.
-const TARGETS: [&str; 27] = [
+const TARGETS: [&str; 29] = [
     // Of the engine.
     "actors",
     "block_ledger",
     "layout",
+    "machine",
     "moriio",
     "moriio_peers",
     "native_dialect",
@@ -44,6 +45,7 @@ const TARGETS: [&str; 27] = [
     "cores",
     "hostile",
     "libzmq",
+    "news",
     "peers",
     "proven",
     "recorded",

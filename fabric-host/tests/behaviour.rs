@@ -188,6 +188,40 @@ fn the_path_that_is_taken_can_be_seen_and_is_counted() {
 }
 
 #[test]
+fn read_that_lands_survives_the_end_of_another_session() {
+    const LONG: u64 = 48 << 20;
+    const OTHER: SessionId = SessionId(4);
+    let by_tcp = || HostConfig { paths: vec![DataPath::Tcp], streams: 1, ..door() };
+    let (mut near, mut far) = (plane(by_tcp()), plane(by_tcp()));
+    let len = LONG + LEN;
+    let (mut ours, mut theirs) = (HostTestMemory::new(len, true), HostTestMemory::new(len, true));
+    register(&mut near, ours.memory());
+    let desc = register(&mut far, theirs.memory());
+    assert_eq!(open(&mut near, &far.address(), &desc), Ok(()));
+    near.open(OTHER, REGION, PEER, &desc).expect("an open is taken");
+    assert_eq!(next(&mut near), DataEvent::Opened { session: OTHER, result: Ok(()) });
+    theirs.poke(0, &vec![9; LONG as usize]);
+    for (op, session, to, len) in [(1, SESSION, 0, LONG), (2, OTHER, LONG, LEN)] {
+        let (op, direction) = (OpId(op), Direction::Read);
+        let (local, remote, len) = (&[to][..], &[0][..], &[len][..]);
+        near.submit(Submit { op, session, direction, local, remote, len }).expect("taken");
+    }
+    // It lands from now on, and the read of the other session waits behind it.
+    while at(&mut ours, 0) != 9 {
+        std::thread::yield_now();
+    }
+    near.close(OTHER);
+    let outcome = loop {
+        match next(&mut near) {
+            DataEvent::Completed { op: OpId(1), outcome } => break outcome,
+            DataEvent::Completed { .. } => {}
+            other => panic!("{other:?}"),
+        }
+    };
+    assert_eq!((outcome, at(&mut ours, LONG - 1)), (Completion::Done, 9));
+}
+
+#[test]
 fn a_slower_path_than_configured_fails_unless_it_is_allowed() {
     for slower in [false, true] {
         let config =

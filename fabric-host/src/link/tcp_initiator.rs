@@ -8,7 +8,9 @@ use super::tcp_socket::TcpLinkSocket;
 use crate::config::DataPath;
 use crate::copy::{CopySlice, SliceCursor};
 use crate::memory::HostRegion;
-use crate::proto::{HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord};
+use crate::proto::{
+    HostControlMessage, HostCopyStatus, HostOperationPart, HostRecord, take_slices,
+};
 use crate::shared::{
     HostCloseReason, HostLinkDriver, HostWorkerEvent, NegotiatedPaths, WorkerContext,
 };
@@ -109,9 +111,15 @@ impl TcpInitiator {
                 Some((HostRecord::Write(part), _)) => {
                     TcpFrame::part(head, (part.op, part.last), memory)
                 }
-                Some((HostRecord::Read(part), _)) => {
+                Some((HostRecord::Read(part), asked)) => {
                     let (region, slices) = memory.unzip();
-                    let slices = slices.unwrap_or_default();
+                    // The peer sends the bytes though the session has ended here, and they have to be
+                    // passed over.
+                    let slices = slices.unwrap_or_else(|| {
+                        let mut slices = Vec::new();
+                        take_slices(asked, &mut slices);
+                        slices
+                    });
                     self.asked.push_back(PendingRead { part, region, slices });
                     TcpFrame::plain(head)
                 }

@@ -14,7 +14,7 @@ mod scope;
 mod site;
 mod tree;
 
-use cache::{ResultCache, TestVersions};
+use cache::{MutantResult, ResultCache, TestVersions};
 use check::RefusedSites;
 use clap::Parser;
 use report::{EquivalentMutants, MutantTotals, Outcome};
@@ -93,19 +93,26 @@ fn run(args: &MutantArgs) -> Result<bool, String> {
     let programs = hunt::measure(programs, &folder)?;
     let versions = TestVersions::read(&root, &files)?;
     let cache = ResultCache { folder: folder.join("cache"), versions };
-    let mutants: Vec<(u32, &MutationSite)> =
-        tree.sites.iter().take(args.count).map(|(id, site)| (*id, site)).collect();
-    let results = hunt::hunt(&mutants, &programs, &cache, &folder, args.jobs)?;
-    let outcomes: Vec<Outcome<'_>> = mutants.iter().map(|(_, site)| *site).zip(results).collect();
-    tell(&root, &folder, &outcomes, args.write)
-}
-
-/// Writes the table and prints the totals; true if the tier passes.
-fn tell(root: &Path, folder: &Path, outcomes: &[Outcome<'_>], write: bool) -> Result<bool, String> {
     let list = root.join("mutants/equivalent.toml");
     let text = fs::read_to_string(&list).map_err(|why| format!("{}: {why}", list.display()))?;
     let equivalent = EquivalentMutants::parse(&text)?;
-    let table = report::table(outcomes, &equivalent);
+    let mutants = tree.sites.iter().take(args.count).map(|(id, site)| (*id, site));
+    let (known, open): (Vec<_>, Vec<_>) =
+        mutants.partition(|(_, site)| equivalent.why(site).is_some());
+    let results = hunt::hunt(&open, &programs, &cache, &folder, args.jobs)?;
+    let mut outcomes: Vec<Outcome<'_>> = open.iter().map(|(_, site)| *site).zip(results).collect();
+    outcomes.extend(known.iter().map(|(_, site)| (*site, MutantResult::Survived)));
+    tell(&root, &folder, (&outcomes, &equivalent), args.write)
+}
+
+/// Writes the table and prints the totals; true if the tier passes.
+fn tell(
+    root: &Path,
+    folder: &Path,
+    (outcomes, equivalent): (&[Outcome<'_>], &EquivalentMutants),
+    write: bool,
+) -> Result<bool, String> {
+    let table = report::table(outcomes, equivalent);
     let path = folder.join("results.md");
     fs::write(&path, &table).map_err(|why| format!("{}: {why}", path.display()))?;
     if write {
@@ -118,7 +125,7 @@ fn tell(root: &Path, folder: &Path, outcomes: &[Outcome<'_>], write: bool) -> Re
     for row in table.lines().filter(|row| row.ends_with("** |")) {
         println!("{row}");
     }
-    let totals = MutantTotals::of(outcomes, &equivalent);
+    let totals = MutantTotals::of(outcomes, equivalent);
     let (all, found, known) = (totals.all, totals.found, totals.equivalent);
     let (percent, survivors) = (totals.percent(), totals.survivors());
     println!("{found} of {all} found, {known} are equivalent: {percent:.1} % of the others");

@@ -21,7 +21,7 @@ const PACKAGES: [&str; 5] = [
 ];
 
 /// Test programs beside those of the libraries, but those that read sources.
-const TARGETS: [&str; 29] = [
+const TARGETS: [&str; 30] = [
     // Of the engine.
     "actors",
     "block_ledger",
@@ -43,6 +43,7 @@ const TARGETS: [&str; 29] = [
     "behaviour",
     "conformance",
     "cores",
+    "edges",
     "hostile",
     "libzmq",
     "news",

@@ -439,7 +439,7 @@ mod tests {
         let sealed = FRAME_MAX + PROOF_BYTES + 2 * PART_COST;
         assert!(sealed <= MESSAGE_MAX, "{sealed}");
         // A MoRIIO peer lists a block of one token of a million tokens in five bytes.
-        assert!(5 * 1_000_000 + PART_COST <= NOTIFY_MAX);
+        const { assert!(5 * 1_000_000 + PART_COST <= NOTIFY_MAX) };
     }
 
     #[test]

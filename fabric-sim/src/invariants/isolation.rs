@@ -86,7 +86,10 @@ impl FaultIsolation {
     }
 
     fn opened(&mut self, now: Nanos) {
-        while let Some((_, tries)) = self.left.pop_front_if(|(until, _)| *until <= now) {
+        while let Some((until, tries)) = self.left.front().copied()
+            && until <= now
+        {
+            self.left.pop_front();
             self.open -= tries;
         }
         self.open += 1;

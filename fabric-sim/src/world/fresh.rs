@@ -105,8 +105,12 @@ pub(super) fn judge(run: &Run, options: SimOptions, report: &mut RunReport) {
 /// Pairs whose request took longer than in the fresh fleet.
 fn slower(run: &Run, healed: &[PairProbe], fresh: &[PairProbe]) -> Vec<String> {
     let jitter = run.network.control_latency.max + run.network.latency.max;
+    // DP ranks share a link, which stays slow if one of them is no member of the core.
+    let slows = run.liveness == LivenessMode::Core
+        && run.faults.iter().any(|fault| fault.kind == FaultKind::SlowLink);
+    let is_slow = |probe: &&PairProbe| slows && probe.pair.iter().any(|one| one.dp_size > 1);
     let mut found = Vec::new();
-    for probe in healed {
+    for probe in healed.iter().filter(|probe| !is_slow(probe)) {
         let Some(same) = fresh.iter().find(|same| same.names() == probe.names()) else { continue };
         if probe.took > longest(same.took, jitter) {
             let ([p, d], took, was) = (probe.names(), probe.took, same.took);

@@ -19,7 +19,7 @@ fn longest(fresh: Nanos, jitter: Nanos) -> Nanos {
 
 /// A request that was served by a pair of instances over the fast path after the faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct PairProbe {
+pub struct PairProbe {
     /// The prefill and the decode, as they were then.
     pub(super) pair: [InstanceSettings; 2],
     /// From the request to its answer.
@@ -33,7 +33,7 @@ impl PairProbe {
 }
 
 /// What a machine held at the end, by the name of its instance.
-pub(super) type MachineAtRest = (String, InstanceMachine, Gauges);
+pub type MachineAtRest = (String, InstanceMachine, Gauges);
 
 impl Simulation {
     /// A probe for one pair took the fast path.

@@ -40,6 +40,7 @@ mod stages;
 mod trace;
 
 pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
+pub use fresh::{MachineAtRest, PairProbe};
 pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict,
     SaturatedLink,

@@ -190,10 +190,10 @@ pub struct RunReport {
     pub blocks_quarantined_peak: u32,
     /// Requests after the faults that one pair each served over the fast path.
     #[serde(skip)]
-    pub(super) pairs: Vec<PairProbe>,
+    pub pairs: Vec<PairProbe>,
     /// What the machines of instances held at the end.
     #[serde(skip)]
-    pub(super) rest: Vec<MachineAtRest>,
+    pub rest: Vec<MachineAtRest>,
     /// The recording, if one was asked for.
     #[serde(skip)]
     pub recording: Option<Recording>,

@@ -48,6 +48,17 @@ pub enum FaultAction {
         /// What it is then, if something else.
         becomes: Option<Box<InstanceSettings>>,
     },
+    /// The router loses its state, and another one starts.
+    CrashRouter {
+        /// How long there is none.
+        back_after: Nanos,
+    },
+    /// The connection breaks of the leg that an instance took in last.
+    CutLeg {
+        instance: u16,
+        /// When the router notices, after the instance.
+        noticed: Nanos,
+    },
     /// The clock of an instance steps back, which it sees when it starts.
     ClockBack { instance: u16 },
     /// An instance registers as one that takes no more legs.

@@ -47,6 +47,13 @@ impl FaultScheduler {
                 self.act(FaultAction::Abort { client, after, both });
                 self.hit(now, index, spot.map(|spot| spot.from), spot.and_then(|spot| spot.to));
             }
+            FaultKind::RouterRestart => {
+                let lasts = self.plans[index].draw("lasts", self.plans[index].fault.lasts);
+                let back_after = lasts.unwrap_or(Nanos::from_ms(100));
+                self.act(FaultAction::CrashRouter { back_after });
+                self.hit(now, index, Some(ROUTER), None);
+                self.last = self.last.max(now + back_after);
+            }
             FaultKind::StaleRegistration => {
                 let sender = spot.map(|spot| spot.from).filter(|from| *from != ROUTER);
                 for instance in self.plans[index].target.or(sender) {
@@ -114,6 +121,10 @@ impl FaultScheduler {
                 self.last_for(now, undo_by_restart(instance), (Some(instance), None), lasts);
             }
             FaultKind::RoleSwitch => self.switch_role(now, index, instance, lasts),
+            FaultKind::LegCut => {
+                let noticed = plan.delay();
+                self.act(FaultAction::CutLeg { instance, noticed });
+            }
             FaultKind::Preempt => self.act(FaultAction::Preempt { instance }),
             FaultKind::Pause => {
                 let undo = self.switch(|paused| FaultAction::Pause { instance, paused });

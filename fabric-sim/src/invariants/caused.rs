@@ -66,7 +66,8 @@ pub(super) fn reach(kind: FaultKind) -> FaultReach {
         FaultKind::Foreign => FaultReach::Foreign,
         Crash | Restart | Pause | RankLag | RankCrash | RestartOtherGeometry | Drain
         | RoleSwitch | ClockBack | RegisterFails => FaultReach::Process,
-        StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered => FaultReach::Router,
+        StaleRegistration | DispatchedTwice | DecodeLegLost | LegsReordered | LegCut
+        | RouterRestart => FaultReach::Router,
         // A decode has no room for a prompt that its prefill has computed.
         ExpiryRace | Preempt | Abort | BothAbort | DegeneratePrompts | SmallPool => {
             FaultReach::Request

@@ -51,6 +51,8 @@ impl Simulation {
                     self.queue.push(self.now + after, SimEvent::Process { instance, what });
                 }
             }
+            FaultAction::CrashRouter { back_after } => self.crash_router(back_after),
+            FaultAction::CutLeg { instance, noticed } => self.cut_leg(instance, noticed),
             FaultAction::ClockBack { instance } => {
                 self.instances[usize::from(instance)].incarnation_number /= 2;
             }
@@ -140,7 +142,8 @@ impl Simulation {
         }
         let event = ControlEvent::Frame { link: LinkId(LinkId::INBOUND), parts };
         let input = RouterInput::Control(event).into();
-        self.post(after, SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 });
+        let incarnation = self.router_incarnation();
+        self.post(after, SimEnvelope::Machine { slot: 0, incarnation, input, cause: 0 });
     }
 
     fn abort(&mut self, client: Option<ClientId>, after: Nanos, both: bool) {

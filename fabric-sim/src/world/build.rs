@@ -46,8 +46,7 @@ impl Simulation {
         let mut dma = Dma::new(dma_config(&run));
         let mut net = ControlNetwork::new(net_config(&run));
         let nodes = nodes(&run);
-        let router_node = nodes.len() as u32;
-        let mut control = net.add_plane(ROUTER, router_node);
+        let mut control = net.add_plane(ROUTER, router_node(&run));
         control.listen(LinkKind::Discovery).expect("a new plane listens to nothing");
         let tp_max = run.instances.iter().chain(becomes(&run)).map(|spec| spec.tp).max();
         let stride = 1 + u32::from(tp_max.unwrap_or(1));
@@ -63,7 +62,7 @@ impl Simulation {
             machines: machines(&run, stride),
             stride,
             instances: instances(&run, &nodes, stride - 1, &mut dma),
-            router: RouterProcess { control, paused: false, held: Vec::new() },
+            router: RouterProcess { control, paused: false, is_down: false, held: Vec::new() },
             dma,
             net,
             planes: Vec::new(),
@@ -118,6 +117,11 @@ fn nodes(run: &Run) -> BTreeMap<String, u32> {
         nodes.entry(instance.node.clone()).or_insert(next);
     }
     nodes
+}
+
+/// The router stands on a node of its own.
+pub(super) fn router_node(run: &Run) -> u32 {
+    nodes(run).len() as u32
 }
 
 fn machines(run: &Run, stride: u32) -> Vec<SimMachine> {

@@ -231,6 +231,20 @@ impl Simulation {
         self.tell(0, RouterInput::Gone { client }.into());
     }
 
+    /// The connections of all clients end without an answer.
+    pub(super) fn clients_unanswered(&mut self) {
+        for index in 0..self.clients.states.len() {
+            let state = &mut self.clients.states[index];
+            if state.arrived && state.end.is_none() {
+                state.end = Some(ClientOutcome::Unknown);
+                self.clients.open -= 1;
+                self.quiescence.progressed(self.now);
+                let client = ClientId(index as u64);
+                self.observer.observe(self.now, &Observation::ClientGone { client });
+            }
+        }
+    }
+
     /// The router answers a client.
     pub(super) fn client_answered(&mut self, client: ClientId, answer: &ClientAnswer) {
         self.observer.observe(self.now, &Observation::Answered { client, answer });

@@ -36,10 +36,11 @@ impl Simulation {
         match effect {
             RouterEffect::Control(command) => {
                 let refused = perform_control(&mut self.router.control, command)?;
-                return Some(self.follows(slot, 0, RouterInput::Control(refused).into(), 0));
+                let input = RouterInput::Control(refused).into();
+                return Some(self.follows(slot, self.router_incarnation(), input, 0));
             }
             RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
-                self.dispatch(leg, client, &engine, &http, body);
+                self.dispatch(self.world_leg(leg), client, &engine, &http, body);
             }
             RouterEffect::Probe { probe, http, .. } => {
                 let answers = self.answers_http(&http);
@@ -48,7 +49,7 @@ impl Simulation {
             // Engines of the simulation answer legs with the cause.
             RouterEffect::LegCauses { .. } => {}
             RouterEffect::AskLoad { http } => self.ask_load(&http),
-            RouterEffect::CancelLeg { leg } => self.cancel_leg(leg),
+            RouterEffect::CancelLeg { leg } => self.cancel_leg(self.world_leg(leg)),
             RouterEffect::Answer { client, answer } => self.client_answered(client, &answer),
         }
         None
@@ -444,7 +445,9 @@ impl Simulation {
     }
 
     fn deliver_control(&mut self, who: SimProcessId, news: NetMessage) {
+        let mut incarnation = who.incarnation;
         let (slot, plane) = if who == SimProcessId::ROUTER {
+            incarnation = self.router_incarnation();
             (0, &mut self.router.control)
         } else {
             let slot = self.core_slot(who.instance);
@@ -459,7 +462,7 @@ impl Simulation {
         let mut events = Vec::new();
         let _wake = plane.poll(self.now, &mut events);
         for event in events {
-            let (incarnation, input) = (who.incarnation, self.on_control(slot, event));
+            let input = self.on_control(slot, event);
             self.ready.push_back(ReadyStep::Input { slot, incarnation, input, cause: 0 });
         }
     }

@@ -1,7 +1,7 @@
 //! Legs: the connections between the router and the engines (HTTP in a deployment).
 
-use super::Simulation;
 use super::event::SimEnvelope;
+use super::{LOCAL, Simulation};
 use crate::observation::{Observation, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId, Role};
 use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput, ServerLoad};
@@ -137,7 +137,8 @@ impl Simulation {
             _ => (latency, true_load),
         };
         let input = RouterInput::Load { http: http.clone(), load }.into();
-        self.post(after, SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 });
+        let incarnation = self.router_incarnation();
+        self.post(after, SimEnvelope::Machine { slot: 0, incarnation, input, cause: 0 });
     }
 
     fn leg_input(&self, leg: LegId, client: ClientId, body: LegBody) -> EngineInput {
@@ -202,8 +203,9 @@ impl Simulation {
     }
 
     fn tell_router(&mut self, leg: LegId, event: LegEvent, at: Nanos) {
-        let input = RouterInput::Leg { leg, event }.into();
-        let envelope = SimEnvelope::Machine { slot: 0, incarnation: 0, input, cause: 0 };
+        let input = RouterInput::Leg { leg: Self::router_leg(leg), event }.into();
+        let incarnation = self.router_incarnation();
+        let envelope = SimEnvelope::Machine { slot: 0, incarnation, input, cause: 0 };
         self.post(at - self.now, envelope);
     }
 
@@ -215,6 +217,26 @@ impl Simulation {
         let (instance, input) = (state.instance, EngineInput::CancelLeg { leg });
         let incarnation = self.instances[usize::from(instance)].incarnation;
         self.post(at - self.now, SimEnvelope::Engine { instance, incarnation, input });
+    }
+
+    /// The router closes all its connections, without a word of its own.
+    pub(super) fn cancel_all_legs(&mut self) {
+        let legs: Vec<LegId> = self.legs.live.keys().copied().collect();
+        legs.into_iter().for_each(|leg| self.cancel_leg(leg));
+    }
+
+    /// The connection of the leg that an instance took in last breaks: the engine sees its caller leave,
+    /// and the router finds it cut a while later.
+    pub(super) fn cut_leg(&mut self, instance: u16, noticed: Nanos) {
+        let is_here = |leg: &SimLeg| leg.instance == instance && leg.incarnation.is_some();
+        let newest = self.legs.live.iter().rfind(|(_, leg)| is_here(leg));
+        let Some((leg, incarnation)) = newest.map(|(id, leg)| (*id, leg.incarnation)) else {
+            return;
+        };
+        let incarnation = incarnation.expect("it was taken in");
+        let input = EngineInput::CancelLeg { leg };
+        self.post(LOCAL, SimEnvelope::Engine { instance, incarnation, input });
+        self.post(noticed, SimEnvelope::Broken { leg });
     }
 
     /// The router finds the connection of a leg cut.

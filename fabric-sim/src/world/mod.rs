@@ -34,6 +34,7 @@ mod quiescence;
 mod race;
 mod report;
 mod role_switch;
+mod router_death;
 mod serving;
 mod sight;
 mod stages;
@@ -417,6 +418,10 @@ impl Simulation {
 
     /// Holds back what a paused process would do; true if it is held.
     fn hold(&mut self, entry: SimEvent) -> bool {
+        if self.router.is_down && entry == SimEvent::Arrive {
+            self.router.held.push(entry);
+            return true;
+        }
         let instance = match entry {
             SimEvent::Tick { slot, .. } => self.machines[slot as usize].instance,
             SimEvent::Layers { instance, .. } => Some(instance),

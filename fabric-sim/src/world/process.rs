@@ -6,6 +6,7 @@ use super::event::{ProcessEvent, SimEvent};
 use super::role_switch::RoleSwitch;
 use super::{ReadyStep, Simulation};
 use crate::dma::{DataPlaneIx, NicIx, SimDataPlane};
+use crate::faults::ROUTER;
 use crate::memory::MemoryShape;
 use crate::net::SimControlPlane;
 use crate::observation::{Observation, SimProcessId, SimRankId};
@@ -91,7 +92,9 @@ pub(super) struct ForwardPass {
 pub(super) struct RouterProcess {
     pub(super) control: SimControlPlane,
     pub(super) paused: bool,
-    /// Entries that wait for the end of the pause.
+    /// It died and will start again.
+    pub(super) is_down: bool,
+    /// Entries that wait for the end of the pause, or clients for the next router.
     pub(super) held: Vec<SimEvent>,
 }
 
@@ -122,6 +125,9 @@ impl Simulation {
     }
 
     pub(super) fn process_event(&mut self, instance: u16, what: ProcessEvent) {
+        if instance == ROUTER {
+            return self.start_router();
+        }
         match what {
             ProcessEvent::Start if self.instances[usize::from(instance)].returns => {
                 self.start(instance);

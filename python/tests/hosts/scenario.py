@@ -84,6 +84,8 @@ UNPLAYABLE = {
         "router.legs_reordered",
         "router.siblings",
         "router.ids_differ",
+        "router.leg_cut",
+        "router.restart",
     ],
     "of clients": [
         "client.abort",

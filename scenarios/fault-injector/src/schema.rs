@@ -149,6 +149,8 @@ impl FaultKind {
             DispatchedTwice => schema(Leg, TARGET_DELAY).late_us(10, 20_000),
             DecodeLegLost => schema(Leg, TARGET),
             LegsReordered => schema(Leg, TARGET_DELAY).late_us(1_000, 50_000),
+            LegCut => schema(Step, TARGET_DELAY).late_us(0, 20_000),
+            RouterRestart => schema(Request, &["lasts"]).lasting_ms(10, 1_000),
             Siblings => schema(Request, &["samples"]),
             IdsDiffer => schema(Run, &[]),
             Abort => schema(Request, TARGET_DELAY).late_us(0, 20_000),

@@ -189,8 +189,13 @@ impl FaultPlan {
         self.armed = 0;
     }
 
-    /// True if it has yet to fire at a time or to hit something.
+    /// True if it has yet to fire at a time or an input, or to hit something.
     pub(super) fn is_pending(&self) -> bool {
-        self.armed > 0 || (self.left > 0 && matches!(self.when, TriggerCondition::At(_)))
+        let comes = match &self.when {
+            TriggerCondition::At(_) => true,
+            TriggerCondition::On(watch) => watch.event.is_input(),
+            TriggerCondition::Chance(_) => false,
+        };
+        self.armed > 0 || (self.left > 0 && comes)
     }
 }

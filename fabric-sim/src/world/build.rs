@@ -3,6 +3,7 @@
 use super::actor::MachineId;
 use super::clients::Clients;
 use super::event::{ProcessEvent, SimEvent};
+use super::inputs::InputLog;
 use super::legs::SimLegs;
 use super::observer::Observer;
 use super::process::{RouterProcess, SimInstance};
@@ -73,6 +74,7 @@ impl Simulation {
             stages: SimStages::new(&run),
             tracer: Tracer::new(&run, options.record),
             observer: Observer::new(&run, options.check, options.record),
+            inputs: InputLog::new(&run, options.inputs),
             quiescence: Quiescence::new(&run, options),
             races: Vec::new(),
             stats: report::RunStats::default(),

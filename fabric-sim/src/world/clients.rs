@@ -47,6 +47,8 @@ pub(super) struct Clients {
     pairs: Option<Vec<(u16, u16)>>,
     /// Probes are for one pair each only.
     pairs_only: bool,
+    /// Probes that took the fast path.
+    pub(super) probes_fast: u64,
     /// The next to arrive.
     next: usize,
     /// Requests that arrived and have not ended.
@@ -69,8 +71,8 @@ impl Clients {
     pub(super) fn new(run: &Run, pairs_only: bool) -> Clients {
         let own = if pairs_only { 0 } else { run.requests.len() };
         let states = vec![SimClient::default(); own];
-        let pairs = None;
-        Clients { states, own, probe: probe(run), dead: 0, pairs, pairs_only, next: 0, open: 0 }
+        let (pairs, probe, dead, probes_fast) = (None, probe(run), 0, 0);
+        Clients { states, own, probe, dead, pairs, pairs_only, probes_fast, next: 0, open: 0 }
     }
 
     /// True if every request of the workload has arrived.
@@ -253,8 +255,11 @@ impl Simulation {
             return;
         }
         let fast = matches!(answer, ClientAnswer::Finished { recomputed: None });
-        if client.0 as usize >= self.clients.own && !fast {
-            self.quiescence.not_cleared(self.now);
+        if client.0 as usize >= self.clients.own {
+            match fast {
+                true => self.clients.probes_fast += 1,
+                false => self.quiescence.not_cleared(self.now),
+            }
         }
         let Some(state) = self.clients.states.get(client.0 as usize) else { return };
         if let (true, Some(pair)) = (fast, state.pair) {

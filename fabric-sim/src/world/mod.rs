@@ -25,6 +25,7 @@ mod content;
 mod effects;
 mod event;
 mod fresh;
+mod inputs;
 mod legs;
 mod liveness;
 mod observer;
@@ -42,6 +43,7 @@ mod trace;
 
 pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
 pub use fresh::{MachineAtRest, PairProbe};
+pub use inputs::InputPlace;
 pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict,
     SaturatedLink,
@@ -57,6 +59,7 @@ use crate::queue::{EventQueue, StepContext};
 use crate::slab::Slab;
 use clients::Clients;
 use event::{SimEnvelope, SimEvent};
+use inputs::InputLog;
 use kvferry_engine::core::Gauges;
 use kvferry_engine::core::time::Nanos;
 use kvferry_scenarios::Run;
@@ -76,6 +79,8 @@ pub struct SimOptions {
     /// Keep all inputs and effects.
     pub record: bool,
     pub check: bool,
+    /// List the inputs of the safety phase.
+    pub inputs: bool,
     /// By how many microseconds all wall clocks are ahead.
     pub wall: u64,
     /// Serve nothing but one request for each pair that fits.
@@ -84,7 +89,7 @@ pub struct SimOptions {
 
 impl Default for SimOptions {
     fn default() -> Self {
-        SimOptions { record: false, check: true, wall: 0, fresh: false }
+        SimOptions { record: false, check: true, inputs: false, wall: 0, fresh: false }
     }
 }
 
@@ -178,6 +183,7 @@ pub struct Simulation {
     stages: SimStages,
     tracer: Tracer,
     observer: Observer,
+    inputs: InputLog,
     quiescence: Quiescence,
     races: Vec<race::LeaseRace>,
     stats: report::RunStats,
@@ -207,6 +213,9 @@ impl Simulation {
             // What follows from a step is of the same turn: a process ends after it.
             if self.follow.is_empty() && self.observer.faults.has_output() {
                 self.perform_actions();
+            }
+            if self.follow.is_empty() {
+                self.next_input_due();
             }
             if let Some(due) = self.follow.pop_front().or_else(|| self.ready.pop_front()) {
                 match self.prepare_step(due) {
@@ -334,6 +343,7 @@ impl Simulation {
             self.see_woken(slot);
         }
         self.flush(slot);
+        self.machine_handled();
         match gauges {
             Some(gauges) => self.audited(slot, gauges),
             None => {
@@ -373,6 +383,7 @@ impl Simulation {
     }
 
     fn handle(&mut self, entry: SimEvent) {
+        let engine = self.engine_input_due(entry);
         if self.hold(entry) || self.defer_for_race(entry) {
             return;
         }
@@ -397,6 +408,9 @@ impl Simulation {
             SimEvent::Process { instance, what } => self.process_event(instance, what),
             SimEvent::Fault => self.fault_due(),
             SimEvent::Check => self.check_quiescence(),
+        }
+        if let Some(instance) = engine {
+            self.input_handled(instance);
         }
     }
 

@@ -82,6 +82,11 @@ impl Observer {
         }
     }
 
+    /// An input is due or was handled.
+    pub(super) fn input(&mut self, now: Nanos, event: TriggerEvent, spot: &FaultSubject) {
+        self.event(now, event, spot);
+    }
+
     fn event(&mut self, now: Nanos, event: TriggerEvent, spot: &FaultSubject) {
         if !self.calm {
             self.faults.on_event(now, event, spot);

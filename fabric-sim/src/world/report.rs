@@ -2,6 +2,7 @@
 
 use super::Simulation;
 use super::fresh::{MachineAtRest, PairProbe};
+use super::inputs::InputPlace;
 use super::process::SimProcess;
 use super::sight::Sight;
 use super::trace::Recording;
@@ -194,6 +195,12 @@ pub struct RunReport {
     /// What the machines of instances held at the end.
     #[serde(skip)]
     pub rest: Vec<MachineAtRest>,
+    /// Requests of the simulator's own that took the fast path.
+    #[serde(skip)]
+    pub probes_fast: u64,
+    /// Inputs of the safety phase, if they were to be listed.
+    #[serde(skip)]
+    pub inputs: Vec<InputPlace>,
     /// The recording, if one was asked for.
     #[serde(skip)]
     pub recording: Option<Recording>,
@@ -391,6 +398,8 @@ impl Simulation {
             blocks_quarantined_peak: stats.quarantined,
             pairs: std::mem::take(&mut self.pairs),
             rest: self.machines_at_rest(),
+            probes_fast: self.clients.probes_fast,
+            inputs: self.inputs.take(),
             recording: self.tracer.take_recording(),
         }
     }

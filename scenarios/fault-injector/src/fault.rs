@@ -84,6 +84,13 @@ pub enum FaultTrigger {
     Chance(u32),
 }
 
+impl FaultTrigger {
+    /// True if it waits for an input.
+    pub fn is_input(&self) -> bool {
+        matches!(self, FaultTrigger::On { event, .. } if event.is_input())
+    }
+}
+
 /// Which directions a partition cuts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum PartitionDirection {

@@ -143,6 +143,15 @@ closed_list! {
         PeerConnected "" "peer.connected" "two instances agreed on a hello"
         StepStarted "" "step.started" "an engine started a step"
         BlockFreed "" "block.freed" "an engine gave blocks back to its pool"
+        InputDue "" "input.due" "a router, core, transfer actor or engine is about to handle a message, a leg, a completion or a hook; no deadline, registration, acknowledgement or sign of life counts"
+        InputHandled "" "input.handled" "it has handled it"
+    }
+}
+
+impl TriggerEvent {
+    /// True if it is about one input of a machine or an engine.
+    pub const fn is_input(self) -> bool {
+        matches!(self, TriggerEvent::InputDue | TriggerEvent::InputHandled)
     }
 }
 

@@ -35,6 +35,7 @@ pub mod keyed_rng;
 pub mod memory;
 pub mod net;
 pub mod observation;
+pub mod products;
 pub mod queue;
 pub mod replay;
 mod slab;

@@ -21,6 +21,7 @@ pub mod geometry;
 pub mod lists;
 mod parse;
 pub mod preset;
+pub mod products;
 pub mod run;
 pub mod trace;
 mod written;

@@ -1,0 +1,115 @@
+//! The worlds in which events happen.
+
+use super::{PlacedEvent, ProductEvent};
+use kvferry_engine::core::Nanos;
+use kvferry_engine::core::message::Mode;
+use std::fmt;
+
+/// What there is beside the request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Company {
+    /// Nobody; its instances meet for the first time.
+    Alone,
+    /// Two samples of its prompt, which one prefill computes for two decodes.
+    Samples,
+    /// Another request, whose prompt begins like its own.
+    Prefix,
+}
+
+/// A small fleet that serves one request, alone or with a sibling.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ProductWorld {
+    pub mode: Mode,
+    pub company: Company,
+}
+
+const fn world(mode: Mode, company: Company) -> ProductWorld {
+    ProductWorld { mode, company }
+}
+
+impl ProductWorld {
+    pub const ALL: [ProductWorld; 6] = [
+        world(Mode::Push, Company::Alone),
+        world(Mode::Push, Company::Samples),
+        world(Mode::Push, Company::Prefix),
+        world(Mode::Pull, Company::Alone),
+        world(Mode::Pull, Company::Samples),
+        world(Mode::Pull, Company::Prefix),
+    ];
+
+    /// When its first request arrives; its instances know each other by then.
+    pub const START: Nanos = Nanos::from_ms(100);
+
+    /// Text of a scenario in which these events happen, the earlier one first.
+    pub fn scenario(self, about: &str, events: &[PlacedEvent]) -> String {
+        let mut singles = match self.company {
+            Company::Alone => Vec::new(),
+            _ => WARM_UP.map(String::from).to_vec(),
+        };
+        singles.push(single(Self::START, self.company == Company::Samples, 0));
+        if self.company == Company::Prefix {
+            singles.push(single(Self::START, false, 1));
+        }
+        let arrivals = events.iter().filter(|placed| placed.event == ProductEvent::Announce);
+        singles.extend(arrivals.map(|placed| single(placed.place.at, false, 0)));
+        let table = |(n, placed): (usize, &PlacedEvent)| placed.table(self.mode, n);
+        let faults: String = events.iter().enumerate().map(table).collect();
+        let (fleet, singles) = (self.fleet(), singles.concat());
+        format!("about = {about:?}\n{fleet}single = [\n{singles}]\n{faults}")
+    }
+
+    /// All but what happens and who asks.
+    fn fleet(self) -> String {
+        // What of an instance is one process depends on the seed.
+        let seed = 1 + self.company as u32;
+        let tp = if self.company == Company::Alone { 2 } else { 1 };
+        let instance = |name| format!("{{ name = \"{name}\", tp = {tp}, blocks = 16 }}");
+        let [p0, p1, d0, d1] = ["p0", "p1", "d0", "d1"].map(instance);
+        let mode = match self.mode {
+            Mode::Push => "push",
+            Mode::Pull => "pull",
+        };
+        format!(
+            "seed = {seed}\n{MODEL}[topology]\nprefill = [{p0}, {p1}]\ndecode = [{d0}, {d1}]\n\
+             {LINK}{ENGINE}[workload]\nmode = \"{mode}\"\n{WORKLOAD}"
+        )
+    }
+}
+
+impl fmt::Display for ProductWorld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.mode {
+            Mode::Push => "push, ",
+            Mode::Pull => "pull, ",
+        })?;
+        f.write_str(match self.company {
+            Company::Alone => "alone",
+            Company::Samples => "n = 2",
+            Company::Prefix => "shared prefix",
+        })
+    }
+}
+
+/// Line of a request; requests of one number have equal prompts.
+fn single(at: Nanos, has_sibling: bool, decisions: u32) -> String {
+    let samples = if has_sibling { ", samples = 2" } else { "" };
+    let lengths = "prompt_tokens = 40, output_tokens = 4";
+    let at = at.0;
+    format!("    {{ at = \"{at}ns\", {lengths}{samples}, decisions = \"{decisions}\" }},\n")
+}
+
+/// Requests before, which have all pairs of instances open their sessions, and are too short to share a
+/// prefix.
+const WARM_UP: [&str; 2] = ["    { at = \"10ms\", prompt_tokens = 7, samples = 2 },\n"; 2];
+
+const MODEL: &str = "[model]\nlayers = 2\nkv_heads = 2\nhead_dim = 4\nblock_tokens = 8\n";
+
+/// A layer of a prompt takes as long to be moved as to be computed.
+const LINK: &str =
+    "link = { latency = \"5us\", bandwidth = \"2MB/s\", control_latency = \"40us\" }\n";
+
+/// A prompt is computed in three steps, and blocks that are free are used again at once.
+const ENGINE: &str = "[engine]\nchunk = 16\nstep = \"600us\"\nallocator = \"lifo\"\n";
+
+/// All prompts begin alike.
+const WORKLOAD: &str = "requests = 0\nprefix = { chance = 1, tokens = 24, run = 8 }\n";

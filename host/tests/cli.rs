@@ -116,6 +116,9 @@ fn what_is_missing_is_named() {
         (&["list", "nonsense"], "possible values: scenarios, faults, events, messages, invariants"),
         (&["list", "scenarios", "no-such-folder"], "no-such-folder: not a directory"),
         (&["sweep", &file], "--seeds"),
+        (&["sweep", &file, "--products"], "cannot be used with"),
+        (&["sweep", "--products=all"], "possible values: singles, same-input, pairs"),
+        (&["sweep", &file, "--seeds", "1", "--out", "x"], "--products"),
     ];
     for (args, says) in cases {
         let ended = kvferry(*args);

@@ -7,6 +7,7 @@ mod lists;
 mod local_cluster;
 mod outcome;
 pub(crate) mod page;
+mod products;
 mod replay;
 mod run;
 mod scenario_files;

@@ -2,6 +2,7 @@
 
 use crate::process::{CliProgress, CommandError, print_error};
 use crate::simulator::outcome::RunOutcome;
+use crate::simulator::products::{self, ProductsArg};
 use crate::simulator::scenario_files::ScenarioSource;
 use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics, quoted};
 use crate::simulator::table::{columns, grouped, trouble};
@@ -32,10 +33,20 @@ const VIOLATIONS: usize = 3;
 #[derive(Debug, Args)]
 pub(crate) struct SweepArgs {
     /// Scenario file
-    pub(crate) file: PathBuf,
+    #[arg(required_unless_present = "products")]
+    pub(crate) file: Option<PathBuf>,
     /// Number of seeds
-    #[arg(long, value_name = "N")]
-    pub(crate) seeds: u64,
+    #[arg(long, value_name = "N", required_unless_present = "products")]
+    pub(crate) seeds: Option<u64>,
+    /// In place of seeds of a file: events before and after every input of a request, for all of which
+    /// the scenarios are generated
+    #[arg(long, value_name = "EVENTS", num_args = 0..=1, require_equals = true,
+        default_missing_value = "singles",
+        conflicts_with_all = ["file", "seeds", "base", "failed_max", "recomputed_max", "full_links_min"])]
+    pub(crate) products: Option<ProductsArg>,
+    /// Folder for the scenarios of products that fail
+    #[arg(long, value_name = "FOLDER", default_value = ".", requires = "products")]
+    pub(crate) out: PathBuf,
     /// First seed; drawn at random if not given, so that every sweep looks at other seeds
     #[arg(long, value_name = "N", default_value_t = rand::random_range(0..1 << 32),
         hide_default_value = true)]
@@ -43,7 +54,7 @@ pub(crate) struct SweepArgs {
     /// Runs at a time; as many as there are cores if not given
     #[arg(long, value_name = "N")]
     pub(crate) jobs: Option<NonZeroUsize>,
-    /// Print one JSON object per seed and line
+    /// Print one JSON object per seed, or cell of a product, and line
     #[arg(long)]
     pub(crate) json: bool,
     #[command(flatten)]
@@ -130,16 +141,20 @@ struct SweepTotals {
 /// A scenario that cannot be used, or a result that cannot be written. A seed with which it cannot
 /// be used is told on stderr, and the others are run.
 pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
-    let source = ScenarioSource::File(args.file.clone());
+    let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
+    let jobs = args.jobs.map_or_else(cores, |jobs| jobs.get());
+    if let Some(products) = args.products {
+        return products::command(products, jobs, (&args.out, args.json), out);
+    }
+    let (file, count) = (args.file.clone().unwrap_or_default(), args.seeds.unwrap_or_default());
+    let source = ScenarioSource::File(file);
     let setup = RunSetup::plain(source);
     let scenario = setup.load()?;
-    let Some(end) = args.base.checked_add(args.seeds).filter(|end| *end > args.base) else {
-        let text = format!("no seeds from {} on in number {}", args.base, args.seeds);
+    let Some(end) = args.base.checked_add(count).filter(|end| *end > args.base) else {
+        let text = format!("no seeds from {} on in number {count}", args.base);
         return Err(CommandError::Input(format!("{text}; give --seeds at least 1")));
     };
     quiet_panics();
-    let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
-    let jobs = args.jobs.map_or_else(cores, |jobs| jobs.get());
     let started = Instant::now();
     let work = SeedQueue {
         setup: &setup,
@@ -202,7 +217,7 @@ fn collect(
     take: &Receiver<(u64, SeedResult)>,
     out: &mut dyn Write,
 ) -> Result<SweepTotals, CommandError> {
-    let progress = CliProgress::new(args.seeds);
+    let progress = CliProgress::new(args.seeds.unwrap_or_default());
     let mut early = BTreeMap::new();
     let mut sum = SweepTotals::default();
     let mut seed = args.base;

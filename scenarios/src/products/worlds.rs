@@ -8,7 +8,6 @@ use std::fmt;
 /// What there is beside the request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Company {
-    /// Nobody; its instances meet for the first time.
     Alone,
     /// Two samples of its prompt, which one prefill computes for two decodes.
     Samples,
@@ -42,11 +41,7 @@ impl ProductWorld {
 
     /// Text of a scenario in which these events happen, the earlier one first.
     pub fn scenario(self, about: &str, events: &[PlacedEvent]) -> String {
-        let mut singles = match self.company {
-            Company::Alone => Vec::new(),
-            _ => WARM_UP.map(String::from).to_vec(),
-        };
-        singles.push(single(Self::START, self.company == Company::Samples, 0));
+        let mut singles = vec![single(Self::START, self.company == Company::Samples, 0)];
         if self.company == Company::Prefix {
             singles.push(single(Self::START, false, 1));
         }
@@ -63,7 +58,7 @@ impl ProductWorld {
         // What of an instance is one process depends on the seed.
         let seed = 1 + self.company as u32;
         let tp = if self.company == Company::Alone { 2 } else { 1 };
-        let instance = |name| format!("{{ name = \"{name}\", tp = {tp}, blocks = 16 }}");
+        let instance = |name| format!("{{ name = \"{name}\", tp = {tp}, blocks = 32 }}");
         let [p0, p1, d0, d1] = ["p0", "p1", "d0", "d1"].map(instance);
         let mode = match self.mode {
             Mode::Push => "push",
@@ -98,18 +93,14 @@ fn single(at: Nanos, has_sibling: bool, decisions: u32) -> String {
     format!("    {{ at = \"{at}ns\", {lengths}{samples}, decisions = \"{decisions}\" }},\n")
 }
 
-/// Requests before, which have all pairs of instances open their sessions, and are too short to share a
-/// prefix.
-const WARM_UP: [&str; 2] = ["    { at = \"10ms\", prompt_tokens = 7, samples = 2 },\n"; 2];
-
 const MODEL: &str = "[model]\nlayers = 2\nkv_heads = 2\nhead_dim = 4\nblock_tokens = 8\n";
 
 /// A layer of a prompt takes as long to be moved as to be computed.
 const LINK: &str =
-    "link = { latency = \"5us\", bandwidth = \"2MB/s\", control_latency = \"40us\" }\n";
+    "link = { latency = \"5us\", bandwidth = \"4MB/s\", control_latency = \"40us\" }\n";
 
-/// A prompt is computed in three steps, and blocks that are free are used again at once.
-const ENGINE: &str = "[engine]\nchunk = 16\nstep = \"600us\"\nallocator = \"lifo\"\n";
+/// A prompt is computed in two steps.
+const ENGINE: &str = "[engine]\nchunk = 24\nstep = \"600us\"\n";
 
 /// All prompts begin alike.
 const WORKLOAD: &str = "requests = 0\nprefix = { chance = 1, tokens = 24, run = 8 }\n";

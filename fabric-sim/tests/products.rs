@@ -1,5 +1,4 @@
-//! Products of events: in every fleet each event happens at every input of a request, and with each other
-//! event at the same input.
+//! Products of events: in every fleet each event happens at every input of a request.
 
 use kvferry_engine::core::message::Mode;
 use kvferry_scenarios::products::{Company, EventPlace, PlacedEvent, ProductEvent, ProductWorld};
@@ -37,11 +36,11 @@ fn table(
 
 #[track_caller]
 fn holds(mode: Mode, company: Company) {
-    let table = table(mode, company, ProductEvent::ALL, ProductScope::SameInput);
+    let table = table(mode, company, ProductEvent::ALL, ProductScope::Singles);
     let absent: Vec<_> = table.absent().map(|(_, event)| event).collect();
     assert_eq!(absent, [], "nothing came of these, wherever they happened");
     let (held, cells) = (table.all.held(), table.all.cells);
-    assert!(cells > 2_000 && 2 * held > cells, "only {held} of {cells} cells are not empty");
+    assert!(cells > 1_000 && 2 * held > cells, "only {held} of {cells} cells are not empty");
 }
 
 #[test]

@@ -45,7 +45,7 @@ pub(crate) struct SweepArgs {
         conflicts_with_all = ["file", "seeds", "base", "failed_max", "recomputed_max", "full_links_min"])]
     pub(crate) products: Option<ProductsArg>,
     /// Folder for the scenarios of products that fail
-    #[arg(long, value_name = "FOLDER", default_value = ".", requires = "products")]
+    #[arg(long, value_name = "FOLDER", default_value = ".", conflicts_with = "seeds")]
     pub(crate) out: PathBuf,
     /// First seed; drawn at random if not given, so that every sweep looks at other seeds
     #[arg(long, value_name = "N", default_value_t = rand::random_range(0..1 << 32),

@@ -1,6 +1,6 @@
 //! One cell: its scenario, its run, and what has to hold.
 
-use super::Clock;
+use super::WallTime;
 use crate::world::{RunReport, RunVerdict, SimOptions, run};
 use kvferry_scenarios::Run;
 use kvferry_scenarios::products::{PlacedEvent, ProductEvent, ProductWorld};
@@ -72,7 +72,7 @@ impl ProductCell {
         &self,
         without: u64,
         inputs: bool,
-        clock: Clock<'_>,
+        clock: WallTime<'_>,
     ) -> (CellResult, Option<RunReport>) {
         let started = clock();
         let report = self.run(inputs);

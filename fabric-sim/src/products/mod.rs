@@ -56,7 +56,7 @@ const NEVER: u32 = 1 << 29;
 const REPEATED: usize = 50;
 
 /// Time of a caller since some moment.
-pub type Clock<'a> = &'a (dyn Fn() -> Duration + Sync);
+pub type WallTime<'a> = &'a (dyn Fn() -> Duration + Sync);
 
 /// Nobody takes results any more.
 struct Stopped;
@@ -92,7 +92,7 @@ impl CellGroup<'_> {
     fn play(
         &self,
         scope: ProductScope,
-        clock: Clock<'_>,
+        clock: WallTime<'_>,
         give: &SyncSender<CellResult>,
     ) -> Result<(), Stopped> {
         let send = |result| give.send(result).map_err(|_| Stopped);
@@ -139,7 +139,7 @@ impl CellGroup<'_> {
 
 /// Plays the cells of a plan; `each` is told every result, in no order. The `clock` is that of the caller,
 /// for the time that cells take.
-pub fn play(plan: &ProductPlan, clock: Clock<'_>, each: &mut dyn FnMut(CellResult)) {
+pub fn play(plan: &ProductPlan, clock: WallTime<'_>, each: &mut dyn FnMut(CellResult)) {
     let (events, scope, jobs) = (&plan.events, plan.scope, plan.jobs);
     let quiet: Vec<Quiet> = plan.worlds.iter().map(|world| Quiet::of(*world)).collect();
     let mut groups = Vec::new();

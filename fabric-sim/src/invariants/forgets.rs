@@ -3,7 +3,7 @@
 use super::{CheckContext, Invariant};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::ids::ClientId;
-use kvferry_engine::core::message::Role;
+use kvferry_engine::core::message::{DecodeAnswer, Role};
 use kvferry_engine::core::router::ClientAnswer;
 use kvferry_scenarios::lists::FaultKind;
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,12 +11,13 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A machine that served a request with each instance of the other role after the faults has no
 /// strike, pause, trouble or dead session left, as one that never saw a failure. The router has
 /// none when every pair has served one. What concerns an instance that is gone, or a pair that does
-/// not fit, may stay: no request can end it.
+/// not fit, may stay: no request can end it. So may what failed after the last request, such as a leg
+/// that came twice and waited for a prompt that is forgotten.
 #[derive(Debug, Default)]
 pub(super) struct ForgetsFailures {
     /// Probes without an answer, with the prefill and the decode that alone may serve them.
     open: BTreeMap<ClientId, (u16, u16)>,
-    /// Pairs that took the fast path after the faults.
+    /// Pairs that took the fast path after the faults, and of whose decode nothing failed since.
     served: BTreeSet<(u16, u16)>,
     /// An instance was in another role before.
     switched: bool,
@@ -48,12 +49,16 @@ impl ForgetsFailures {
 impl Invariant for ForgetsFailures {
     fn wants(&self) -> &'static [ObservationKind] {
         use ObservationKind::*;
-        &[Faulted, Probed, Answered]
+        &[Faulted, Probed, Answered, DecodeAnswer]
     }
 
     fn observe(&mut self, _now: CheckContext<'_>, seen: &Observation<'_>) {
         match seen {
             Observation::Faulted { kind: FaultKind::RoleSwitch, .. } => self.switched = true,
+            Observation::DecodeAnswer {
+                who,
+                answer: DecodeAnswer::LoadFailed { .. } | DecodeAnswer::Rejected { .. },
+            } => self.served.retain(|(_, decode)| *decode != who.instance),
             Observation::Probed { client, pair: Some(pair) } => {
                 self.open.insert(*client, *pair);
             }
@@ -130,11 +135,15 @@ mod tests {
     }
 
     #[test]
-    fn what_concerns_another_role_or_incarnation_may_stay() {
+    fn what_concerns_another_role_or_incarnation_or_came_later_may_stay() {
         let pairs = [(P0, D0, false), (P0, D1, false)];
         let mut bench = remembered(&pairs, P0);
         let kind = FaultKind::RoleSwitch;
         bench.see(Observation::Faulted { kind, from: Some(D0.instance), to: None });
+        bench.finish();
+        bench.holds();
+        let mut bench = remembered(&pairs, P0);
+        bench.load_failed(D1, "late");
         bench.finish();
         bench.holds();
         let mut bench = remembered(&pairs, P0);

@@ -98,7 +98,8 @@ unsafe impl Sync for ShimTestNode {}
 impl ShimTestNode {
     pub(crate) fn bare() -> ShimTestNode {
         static COUNT: AtomicU32 = AtomicU32::new(0);
-        let key = format!("node-{}", COUNT.fetch_add(1, Ordering::Relaxed));
+        // Six bytes, whichever number it is.
+        let key = format!("n{:05}", COUNT.fetch_add(1, Ordering::Relaxed));
         let key = CString::new(key).expect("no NUL");
         let (shim, mut engine) = (shim(), null_mut());
         let new = shim.functions.kf_engine_new;

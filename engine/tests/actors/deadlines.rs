@@ -1,12 +1,11 @@
 //! A driver serves each deadline at its time, whichever input made it earlier.
 
 use actix::{Context, Handler, Message, System};
-use kvferry_engine::actors::{Clock, Driver, Input, InputQueue, PlaneAdapter};
+use kvferry_engine::actors::{Clock, Driver, Input, InputQueue, PlaneAdapter, monotonic_clock};
 use kvferry_engine::core::{Gauges, Machine, Nanos, Outbox};
 use kvferry_engine::fabric::NextPoll;
-use std::sync::Arc;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 /// A time that no test waits for.
@@ -120,8 +119,7 @@ async fn ring(order: &[AlarmOwner], clock: Clock) {
 #[test]
 fn earlier_deadline_is_served_at_its_time_whoever_has_it() {
     use AlarmOwner::{Machine, Plane};
-    let began = Instant::now();
-    let clock: Clock = Arc::new(move || Nanos(began.elapsed().as_nanos() as u64));
+    let clock = monotonic_clock();
     System::new().block_on(async {
         for order in [
             &[Machine][..],

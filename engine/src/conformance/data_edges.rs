@@ -58,7 +58,7 @@ fn beyond(rig: &mut DataHarness<'_>, direction: Direction, more: &[(u64, u64, u6
     }
 }
 
-/// What may be in flight between the planes of the fixture.
+/// Limits of what is in flight between the planes of the fixture.
 fn credit(rig: &mut DataHarness<'_>) -> Credits {
     let caps = rig.plane(0).caps();
     caps.in_all.at_most(&caps.per_peer)

@@ -3,7 +3,8 @@
 
 use super::data_harness::{DataFixture, DataHarness, FENCE_KEY, MEMORY, PEER, REGION, SESSION};
 use crate::fabric::{
-    Completion, DataEvent, FenceScope, Landed, OpId, PeerId, QuiesceTicket, Refused, SessionId,
+    Completion, DataEvent, FenceScope, Landed, OpId, PeerId, QuiesceTicket, Refused, RegionDesc,
+    SessionId,
 };
 
 /// Bytes of a write of [`DataHarness::writes`].
@@ -56,8 +57,9 @@ pub(super) fn outcomes_say_what_landed(fixture: &mut dyn DataFixture) {
     }
 }
 
-pub(super) fn disconnect_closes_the_sessions_of_one_peer(fixture: &mut dyn DataFixture) {
-    let mut rig = DataHarness::new(fixture);
+/// Connects two peers and opens [`SESSION`] with [`PEER`]. Returns the session with the other one, and the
+/// region of both.
+fn two_peers(rig: &mut DataHarness<'_>) -> (SessionId, RegionDesc) {
     rig.register(0, REGION);
     let remote = rig.register(1, REGION);
     let (other, kept) = (PeerId(6), SessionId(8));
@@ -65,6 +67,12 @@ pub(super) fn disconnect_closes_the_sessions_of_one_peer(fixture: &mut dyn DataF
     rig.connect(other, FENCE_KEY + 1);
     rig.open(SESSION, PEER, &remote).expect("the session opens");
     rig.open(kept, other, &remote).expect("a session with another peer opens");
+    (kept, remote)
+}
+
+pub(super) fn disconnect_closes_the_sessions_of_one_peer(fixture: &mut dyn DataFixture) {
+    let mut rig = DataHarness::new(fixture);
+    let (kept, remote) = two_peers(&mut rig);
     let (ended, spared) = (rig.writes(SESSION, 4), rig.writes(kept, 4));
     rig.plane(0).quiesce(SESSION, QuiesceTicket(1));
     rig.plane(0).disconnect(PEER);
@@ -93,13 +101,7 @@ pub(super) fn fence_spares_others_and_own_operations(fixture: &mut dyn DataFixtu
     if rig.fixture.fence_scope() != FenceScope::Peer {
         return;
     }
-    rig.register(0, REGION);
-    let remote = rig.register(1, REGION);
-    let (other, kept) = (PeerId(6), SessionId(8));
-    rig.connect(PEER, FENCE_KEY);
-    rig.connect(other, FENCE_KEY + 1);
-    rig.open(SESSION, PEER, &remote).expect("the session opens");
-    rig.open(kept, other, &remote).expect("a session with another peer opens");
+    let (kept, _) = two_peers(&mut rig);
     let own = rig.writes(SESSION, 4);
     rig.plane(0).fence(PEER);
     rig.until("Fenced", |rig| rig.seen[0].contains(&DataEvent::Fenced { peer: PEER }));

@@ -143,8 +143,8 @@ pub struct Gauges {
     /// is under way: messages that came before their turn too, which a peer that stands still never
     /// completes, and deadlines that a table shares with these.
     pub remembered: u32,
-    /// What is remembered of failures that a success with the same peer, pair or instance ends:
-    /// strikes, pauses, troubles, tries in a row, sessions that are not open.
+    /// Notes of failures that a success with the same peer, pair or instance ends: strikes, pauses,
+    /// troubles, tries in a row, sessions that are not open.
     pub failures: u32,
     /// Messages of peers that were handed on, each once and in order, since the start; wraps.
     pub delivered: u32,

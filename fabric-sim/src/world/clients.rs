@@ -75,6 +75,11 @@ impl Clients {
         Clients { states, own, probe, dead, pairs, pairs_only, probes_fast, next: 0, open: 0 }
     }
 
+    /// The requests that these clients send, probes apart.
+    fn workload<'a>(&self, run: &'a Run) -> &'a [WorkloadRequest] {
+        &run.requests[..self.own]
+    }
+
     /// True if every request of the workload has arrived.
     pub(super) fn all_arrived(&self) -> bool {
         self.next == self.own
@@ -140,9 +145,8 @@ fn probe(run: &Run) -> WorkloadRequest {
 impl Simulation {
     /// The request of a client.
     pub(super) fn request(&self, client: ClientId) -> WorkloadRequest {
-        let index = client.0 as usize;
-        if index < self.clients.own {
-            return self.run.requests[index].clone();
+        if let Some(request) = self.clients.workload(&self.run).get(client.0 as usize) {
+            return request.clone();
         }
         let mut probe = self.clients.probe.clone();
         probe.prompts[0].tail = decide(self.run.seed, PROBE, client.0, 0);
@@ -150,7 +154,7 @@ impl Simulation {
     }
 
     pub(super) fn first_arrival(&mut self) {
-        if let (Some(first), true) = (self.run.requests.first(), self.clients.own > 0) {
+        if let Some(first) = self.clients.workload(&self.run).first() {
             self.queue.push(first.arrival, SimEvent::Arrive);
         }
     }
@@ -301,9 +305,7 @@ impl Simulation {
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         if state.first_token.is_none() {
             state.first_token = Some(self.now);
-            if let (Some(request), true) =
-                (self.run.requests.get(client.0 as usize), (client.0 as usize) < self.clients.own)
-            {
+            if let Some(request) = self.clients.workload(&self.run).get(client.0 as usize) {
                 self.stats.ttft(self.now - request.arrival);
             }
         }

@@ -104,7 +104,7 @@ impl Simulation {
         }
         let instance = machine.instance.unwrap_or(ROUTER);
         let list = self.inputs.list.is_some();
-        let what = if list { machine_words(machine.id, input) } else { Default::default() };
+        let what = if list { machine_words(machine.id, input) } else { String::new() };
         self.input_due(instance, what);
         self.inputs.current = Some(instance);
     }

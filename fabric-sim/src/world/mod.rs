@@ -83,7 +83,7 @@ pub struct SimOptions {
     pub inputs: bool,
     /// By how many microseconds all wall clocks are ahead.
     pub wall: u64,
-    /// Serve nothing but one request for each pair that fits.
+    /// Serve nothing but the requests that are for one pair each.
     pub fresh: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Where the KV of a peer that speaks MoRIIO lies, row by row, in every arrangement that it may have.
+//! Places of the KV of a peer that speaks MoRIIO, row by row, in every arrangement that it may have.
 
 use super::handshake::RankReplies;
 use super::memory::peer;
@@ -20,7 +20,7 @@ const HEADS: u16 = 4;
 /// Address of the first byte of a peer's cache.
 const CACHE: u64 = 0x7000_0000;
 
-/// How layers lie beside one another.
+/// Arrangement of layers beside one another.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Arrangement {
     Apart,
@@ -99,7 +99,7 @@ impl PlacesCase {
         }
     }
 
-    /// What a rank answers. The layers come in another order than they are numbered in.
+    /// Answers of a rank. The layers come in another order than they are numbered in.
     fn replies(&self, rank: u16, groups: &[KvGroup], is_of_0_33: bool) -> RankReplies {
         let layers = self.layers(groups);
         let cache = CACHE + (u64::from(rank) << 24);

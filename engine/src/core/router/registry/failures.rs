@@ -1,9 +1,9 @@
-//! What the router keeps against instances until they serve again.
+//! Notes that the router keeps against instances until they serve again.
 
 use super::{RegisteredInstance, Registry};
 
 impl RegisteredInstance {
-    /// What is kept against it, or of its pairs, until a success.
+    /// Number of notes against it and its pairs, each until a success.
     fn failures(&self) -> usize {
         let own = [
             self.health.has_failed(),
@@ -18,7 +18,7 @@ impl RegisteredInstance {
 }
 
 impl Registry {
-    /// What is kept against instances that are registered, and their pairs, until a success.
+    /// Number of notes against instances that are registered, and their pairs.
     pub(in crate::core::router) fn failures(&self) -> usize {
         let there = self.instances.values().filter(|instance| !instance.lost && !instance.switched);
         there.map(RegisteredInstance::failures).sum()

@@ -1,7 +1,7 @@
 //! One cell: its scenario, its run, and what has to hold.
 
 use super::WallTime;
-use crate::world::{RunReport, RunVerdict, SimOptions, run};
+use crate::world::{FreshFleet, RunReport, RunVerdict, SimOptions, run_beside};
 use kvferry_scenarios::Run;
 use kvferry_scenarios::products::{PlacedEvent, ProductEvent, ProductWorld};
 use std::fmt;
@@ -36,6 +36,13 @@ pub struct CellResult {
     pub took: Duration,
 }
 
+/// What the cells of one thread share.
+pub(super) struct CellPlayer<'a> {
+    pub(super) clock: WallTime<'a>,
+    /// Cells of a world are judged beside the same fleet, unless they add requests.
+    pub(super) fleet: FreshFleet,
+}
+
 impl ProductCell {
     /// Text of the scenario that plays it.
     pub fn scenario(&self) -> String {
@@ -55,10 +62,10 @@ impl ProductCell {
     }
 
     /// Runs it; what it said if it panicked.
-    pub(super) fn run(&self, inputs: bool) -> Result<RunReport, String> {
+    pub(super) fn run(&self, inputs: bool, fleet: &mut FreshFleet) -> Result<RunReport, String> {
         let drawn = self.draw();
         let options = SimOptions { inputs, ..SimOptions::default() };
-        let report = panic::catch_unwind(AssertUnwindSafe(|| run(&drawn, options)));
+        let report = panic::catch_unwind(AssertUnwindSafe(|| run_beside(&drawn, options, fleet)));
         report.map_err(|why| {
             let text = why.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| why.downcast_ref::<&str>().copied());
@@ -72,11 +79,11 @@ impl ProductCell {
         &self,
         without: u64,
         inputs: bool,
-        clock: WallTime<'_>,
+        player: &mut CellPlayer<'_>,
     ) -> (CellResult, Option<RunReport>) {
-        let started = clock();
-        let report = self.run(inputs);
-        let took = clock().saturating_sub(started);
+        let started = (player.clock)();
+        let report = self.run(inputs, &mut player.fleet);
+        let took = (player.clock)().saturating_sub(started);
         let outcome = match &report {
             Err(text) => CellOutcome::Failed { verdict: RunVerdict::Panic, text: text.clone() },
             Ok(report) => self.outcome(report, without),
@@ -85,8 +92,13 @@ impl ProductCell {
     }
 
     /// The same result, if a second run has the same trace.
-    pub(super) fn compared(&self, result: CellResult, trace_hash: Option<u64>) -> CellResult {
-        let again = self.run(false).map(|report| report.trace_hash).ok();
+    pub(super) fn compared(
+        &self,
+        result: CellResult,
+        trace_hash: Option<u64>,
+        fleet: &mut FreshFleet,
+    ) -> CellResult {
+        let again = self.run(false, fleet).map(|report| report.trace_hash).ok();
         let outcome = match again == trace_hash {
             true => result.outcome,
             false => CellOutcome::Failed {
@@ -131,12 +143,12 @@ impl ProductCell {
 
     /// A name for its file.
     pub fn slug(&self) -> String {
-        let mut name: String = self.world.to_string();
+        let mut name = self.world.slug();
         for PlacedEvent { event, place } in &self.events {
             let side = if place.is_after { "after" } else { "before" };
             name.push_str(&format!("-{event}-{side}-{}", place.nth));
         }
-        name.replace(" = ", "").replace(", ", "-").replace(' ', "-")
+        name
     }
 }
 

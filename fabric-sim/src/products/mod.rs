@@ -12,7 +12,8 @@ mod table;
 pub use cell::{CellOutcome, CellResult, ProductCell};
 pub use table::{ProductTable, TableRow};
 
-use crate::world::RunReport;
+use crate::world::{FreshFleet, RunReport};
+use cell::CellPlayer;
 use kvferry_scenarios::products::{EventPlace, PlacedEvent, ProductEvent, ProductWorld};
 use places::InputPlaces;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -72,7 +73,8 @@ impl Quiet {
     fn of(world: ProductWorld) -> Quiet {
         let event = ProductEvent::Abort;
         let never = PlacedEvent { event, place: EventPlace::before(NEVER) };
-        let report = ProductCell { world, events: vec![never] }.run(true);
+        let cell = ProductCell { world, events: vec![never] };
+        let report = cell.run(true, &mut FreshFleet::default());
         let report = report.unwrap_or_else(|text| panic!("{world} without events: {text}"));
         let places = InputPlaces::new(&report.inputs, None);
         Quiet { world, trace_hash: report.trace_hash, places }
@@ -92,7 +94,7 @@ impl CellGroup<'_> {
     fn play(
         &self,
         scope: ProductScope,
-        clock: WallTime<'_>,
+        player: &mut CellPlayer<'_>,
         give: &SyncSender<CellResult>,
     ) -> Result<(), Stopped> {
         let send = |result| give.send(result).map_err(|_| Stopped);
@@ -101,11 +103,11 @@ impl CellGroup<'_> {
         let has_pairs = scope > ProductScope::Singles
             && !self.first.place.is_after
             && self.first.is_where_it_acts(mode);
-        let (result, report) = cell.judge(self.quiet.trace_hash, has_pairs, clock);
+        let (result, report) = cell.judge(self.quiet.trace_hash, has_pairs, player);
         let trace_hash = report.as_ref().map(|report| report.trace_hash);
         let has_pairs = has_pairs && result.outcome == CellOutcome::Held;
         send(match self.is_repeated {
-            true => cell.compared(result, trace_hash),
+            true => cell.compared(result, trace_hash, &mut player.fleet),
             false => result,
         })?;
         let Some(report) = report.filter(|_| has_pairs) else { return Ok(()) };
@@ -117,7 +119,7 @@ impl CellGroup<'_> {
                 }
                 let events = vec![self.first.clone(), second];
                 let cell = ProductCell { world: self.quiet.world, events };
-                send(cell.judge(report.trace_hash, false, clock).0)?;
+                send(cell.judge(report.trace_hash, false, player).0)?;
             }
         }
         Ok(())
@@ -157,8 +159,9 @@ pub fn play(plan: &ProductPlan, clock: WallTime<'_>, each: &mut dyn FnMut(CellRe
         for _ in 0..jobs {
             let (give, next, groups) = (give.clone(), &next, &groups);
             threads.spawn(move || {
+                let mut player = CellPlayer { clock, fleet: FreshFleet::default() };
                 while let Some(group) = groups.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if group.play(scope, clock, &give).is_err() {
+                    if group.play(scope, &mut player, &give).is_err() {
                         return;
                     }
                 }

@@ -2,7 +2,7 @@
 //! request over a pair takes as long, and machines have as many peers and links.
 
 use super::report::{RunReport, verdict};
-use super::{SimOptions, Simulation, run_watched};
+use super::{SimOptions, Simulation, simulate};
 use crate::invariants::Violation;
 use crate::observation::InstanceMachine;
 use kvferry_engine::core::machine::Gauges;
@@ -62,24 +62,55 @@ impl Simulation {
 /// A fleet of the instances that served after the faults, as they were then, to which nothing
 /// happens.
 fn fresh_run(run: &Run, pairs: &[PairProbe]) -> Run {
-    let mut instances: Vec<InstanceSettings> = Vec::new();
-    for one in pairs.iter().flat_map(|probe| &probe.pair) {
-        if instances.iter().all(|known| known.name != one.name) {
-            instances.push(one.clone());
-        }
+    let served = |name: &str| {
+        let mut both = pairs.iter().flat_map(|probe| &probe.pair);
+        both.find(|one| one.name == name).cloned()
+    };
+    let instances = run.instances.iter().filter_map(|one| served(&one.name)).collect();
+    // Runs that differ in their texts only have the same fleet.
+    let (about, faults, liveness) = (String::new(), Vec::new(), LivenessMode::Heal);
+    Run { about, instances, faults, liveness, ..run.clone() }
+}
+
+/// The fresh fleet beside which a run was judged last: the next run is judged beside the same one if it
+/// would be.
+#[derive(Debug, Default)]
+pub struct FreshFleet {
+    known: Option<(Run, SimOptions, FreshOutcome)>,
+}
+
+/// What came of a fleet to which nothing happened.
+#[derive(Debug)]
+struct FreshOutcome {
+    pairs: Vec<PairProbe>,
+    rest: Vec<MachineAtRest>,
+}
+
+impl FreshFleet {
+    fn outcome(&mut self, run: Run, options: SimOptions) -> &FreshOutcome {
+        let is_same = |(known, with, _): &(Run, SimOptions, _)| (known, *with) == (&run, options);
+        let known = self.known.take().filter(is_same);
+        let (.., outcome) = self.known.insert(known.unwrap_or_else(|| {
+            let RunReport { pairs, rest, .. } = simulate(&run, options, &mut |_| {});
+            (run, options, FreshOutcome { pairs, rest })
+        }));
+        outcome
     }
-    let (faults, liveness) = (Vec::new(), LivenessMode::Heal);
-    Run { instances, faults, liveness, ..run.clone() }
 }
 
 /// Adds to the report what is worse than in a fresh fleet.
-pub(super) fn judge(run: &Run, options: SimOptions, report: &mut RunReport) {
+pub(super) fn judge(
+    run: &Run,
+    options: SimOptions,
+    fleet: &mut FreshFleet,
+    report: &mut RunReport,
+) {
     let is_held = run.expect.hold.is_empty() || run.expect.hold.contains(&InvariantId::Heals);
     if options.fresh || !options.check || !is_held || report.pairs.is_empty() {
         return;
     }
     let options = SimOptions { fresh: true, check: false, record: false, ..options };
-    let fresh = run_watched(&fresh_run(run, &report.pairs), options, &mut |_| {});
+    let fresh = fleet.outcome(fresh_run(run, &report.pairs), options);
     let mut found = slower(run, &report.pairs, &fresh.pairs);
     // Who knows instances that are gone, or that do not fit, has more.
     let roles = |role: usize| {
@@ -140,15 +171,22 @@ fn differences(healed: &[MachineAtRest], fresh: &[MachineAtRest]) -> Vec<String>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::world::{RunVerdict, run_beside};
+
+    fn over(latency: &str) -> Run {
+        let text = format!(
+            "about = 'two pairs'\nseed = 1\n[topology]\nprefill = [{{ count = 2 }}]\n\
+             link = {{ control_latency = '{latency}' }}\n[workload]\nmode = 'push'\nrequests = 1\n"
+        );
+        kvferry_scenarios::parse("two.toml", &text, ".".as_ref(), None).unwrap().draw(1).unwrap()
+    }
 
     fn drawn() -> Run {
-        let text = "about = 'two pairs'\nseed = 1\n[topology]\nprefill = [{ count = 2 }]\n\
-                    [workload]\nmode = 'push'\nrequests = 1\n";
-        kvferry_scenarios::parse("two.toml", text, ".".as_ref(), None).unwrap().draw(1).unwrap()
+        over("40us")
     }
 
     fn fresh(run: &Run) -> RunReport {
-        run_watched(run, SimOptions { fresh: true, ..SimOptions::default() }, &mut |_| {})
+        simulate(run, SimOptions { fresh: true, ..SimOptions::default() }, &mut |_| {})
     }
 
     #[test]
@@ -186,5 +224,18 @@ mod tests {
                 assert_eq!(differences(&healed, &fresh).len(), 1);
             }
         }
+    }
+
+    #[test]
+    fn fleet_of_the_run_before_is_taken_again_for_the_same_run_only() {
+        let options = SimOptions::default();
+        let mut fleet = FreshFleet::default();
+        let mut known = Vec::new();
+        for latency in ["40us", "40us", "4ms"] {
+            let report = run_beside(&over(latency), options, &mut fleet);
+            assert_eq!(report.verdict, RunVerdict::Held, "{latency}: {:?}", report.violations);
+            known.push(fleet.known.as_ref().map(|(.., fresh)| fresh.pairs.as_ptr()));
+        }
+        assert!(known[0].is_some() && known[0] == known[1], "the same fleet was run twice");
     }
 }

@@ -42,7 +42,7 @@ mod stages;
 mod trace;
 
 pub use actor::{AnyMachine, MachineConfig, MachineEffect, MachineId, MachineInput};
-pub use fresh::{MachineAtRest, PairProbe};
+pub use fresh::{FreshFleet, MachineAtRest, PairProbe};
 pub use inputs::InputPlace;
 pub use report::{
     CauseCounts, FULL, OperationTotals, Percentiles, ReceiverTotals, RunReport, RunVerdict,
@@ -534,6 +534,19 @@ pub fn run(run: &Run, options: SimOptions) -> RunReport {
 
 /// As [`run`]; `watch` is told the time every [`WATCH_TURNS`] turns.
 pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos)) -> RunReport {
+    let mut report = simulate(run, options, watch);
+    fresh::judge(run, options, &mut FreshFleet::default(), &mut report);
+    report
+}
+
+/// As [`run`], for runs that are often judged beside the same fleet.
+pub fn run_beside(run: &Run, options: SimOptions, fleet: &mut FreshFleet) -> RunReport {
+    let mut report = simulate(run, options, &mut |_| {});
+    fresh::judge(run, options, fleet, &mut report);
+    report
+}
+
+fn simulate(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos)) -> RunReport {
     let mut turns = 0_u64;
     let mut simulation = Simulation::new(Arc::new(run.clone()), options);
     let mut machines: Vec<Option<AnyMachine>> = Vec::new();
@@ -559,7 +572,5 @@ pub fn run_watched(run: &Run, options: SimOptions, watch: &mut dyn FnMut(Nanos))
         let machine = machines[slot].as_mut().expect("the machine was started");
         simulation.apply(machine, gauges);
     }
-    let mut report = simulation.into_report();
-    fresh::judge(run, options, &mut report);
-    report
+    simulation.into_report()
 }

@@ -16,6 +16,8 @@ struct PendingAnswers {
     preempted: u32,
     /// Blocks wait to be loaded.
     allocated: bool,
+    /// The request is over but for preemptions that crossed with its rejection.
+    rejected: bool,
 }
 
 /// Follows clients, legs, the answers that cores owe their engines, and operations.
@@ -46,7 +48,9 @@ impl OneOutcome {
                 self.owes(who, request, |owed| owed.finished = true);
             }
             PrefillHook::Preempted { request } => {
-                self.owes(who, request, |owed| owed.preempted += 1);
+                // The engine waits for the answer to one that crossed with a rejection, too.
+                let crossed = PendingAnswers { rejected: true, ..PendingAnswers::default() };
+                self.pending.entry((who, request.clone())).or_insert(crossed).preempted += 1;
             }
             PrefillHook::Scheduled { .. } => {}
         }
@@ -88,6 +92,9 @@ impl OneOutcome {
             }
             PrefillAnswer::PreemptionSafe { .. } => {
                 owed.preempted -= 1;
+                if owed.rejected && owed.preempted == 0 {
+                    self.pending.remove(&key);
+                }
                 None
             }
             PrefillAnswer::SourceFree { .. } if !owed.finished => {
@@ -206,6 +213,7 @@ mod tests {
         D0, HASH, InvariantBench, InvariantId, P0, done, finished, finished_answer, prefill_leg,
         request,
     };
+    use kvferry_engine::core::error::Failure;
     use kvferry_engine::core::message::{FinishReason, Mode};
 
     fn bench() -> InvariantBench {
@@ -274,6 +282,37 @@ mod tests {
         bench.holds();
         bench.see(Observation::PrefillAnswer { who: P0, answer: &free });
         bench.fails("not owed one");
+    }
+
+    /// A prompt that was rejected, and preempted before the engine learned it.
+    fn crossed() -> InvariantBench {
+        let mut bench = bench();
+        let leg = prefill_leg("r", Mode::Pull);
+        prefill(
+            &mut bench,
+            PrefillHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH },
+        );
+        let rejected =
+            PrefillAnswer::Rejected { request: request("r"), failure: Failure::Cancelled };
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &rejected });
+        prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
+        bench
+    }
+
+    #[test]
+    fn a_preemption_that_crosses_with_a_rejection_is_answered_once() {
+        let safe = PrefillAnswer::PreemptionSafe { request: request("r") };
+        let mut bench = crossed();
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &safe });
+        let reason = FinishReason::Aborted;
+        prefill(&mut bench, PrefillHook::Finished { request: request("r"), reason });
+        bench.holds();
+        bench.see(Observation::PrefillAnswer { who: P0, answer: &safe });
+        bench.fails("not owed one");
+
+        let mut bench = crossed();
+        bench.finish();
+        bench.fails("request r of p0 was never answered");
     }
 
     #[test]

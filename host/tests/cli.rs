@@ -118,6 +118,9 @@ fn what_is_missing_is_named() {
         (&["sweep", &file], "--seeds"),
         (&["sweep", &file, "--products"], "cannot be used with"),
         (&["sweep", "--products=all"], "possible values: singles, same-input, pairs"),
+        (&["sweep", "--products", "--fleet", "full"], "push-full-pools"),
+        (&["sweep", "--products", "--event", "death"], "router-dies"),
+        (&["sweep", &file, "--seeds", "1", "--event", "abort"], "cannot be used with"),
         (&["sweep", &file, "--seeds", "1", "--out", "x"], "cannot be used with"),
     ];
     for (args, says) in cases {

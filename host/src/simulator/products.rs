@@ -3,7 +3,8 @@
 use crate::process::{CliProgress, CommandError};
 use crate::simulator::seed_run::quoted;
 use crate::simulator::table::{columns, grouped};
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
+use kvferry_scenarios::products::{ProductEvent, ProductWorld};
 use kvferry_sim::products::{
     CellOutcome, CellResult, ProductPlan, ProductScope, ProductTable, TableRow, play,
 };
@@ -38,12 +39,55 @@ impl ProductsArg {
     }
 }
 
+/// Which part of the table is played.
+#[derive(Clone, Debug, Default, Args)]
+pub(crate) struct ProductFilter {
+    /// Fleet of the products; all of them if none is given
+    #[arg(long = "fleet", value_name = "FLEET", conflicts_with = "seeds", value_parser = fleet)]
+    fleets: Vec<ProductWorld>,
+    /// Event of the products; all of them if none is given
+    #[arg(long = "event", value_name = "EVENT", conflicts_with = "seeds", value_parser = event)]
+    events: Vec<ProductEvent>,
+}
+
+impl ProductFilter {
+    fn plan(&self, arg: ProductsArg, jobs: usize) -> ProductPlan {
+        let mut plan = ProductPlan::all(arg.scope(), jobs);
+        plan.worlds.retain(|world| self.fleets.is_empty() || self.fleets.contains(world));
+        plan.events.retain(|event| self.events.is_empty() || self.events.contains(event));
+        plan
+    }
+}
+
+fn fleet(given: &str) -> Result<ProductWorld, String> {
+    by_name(ProductWorld::ALL.iter().map(|world| (world.slug(), *world)), given)
+}
+
+fn event(given: &str) -> Result<ProductEvent, String> {
+    by_name(ProductEvent::ALL.iter().map(|event| (event.to_string(), *event)), given)
+}
+
+/// The one of this name.
+///
+/// # Errors
+/// The names that there are.
+fn by_name<T>(known: impl Iterator<Item = (String, T)>, given: &str) -> Result<T, String> {
+    let mut names = Vec::new();
+    for (name, one) in known {
+        if name == given {
+            return Ok(one);
+        }
+        names.push(name);
+    }
+    Err(format!("not known; possible values: {}", names.join(", ")))
+}
+
 /// Plays the cells, so many at a time, and prints what they came to; those that fail are written to a folder.
 ///
 /// # Errors
 /// A result that cannot be written.
 pub(crate) fn command(
-    arg: ProductsArg,
+    (arg, filter): (ProductsArg, &ProductFilter),
     jobs: usize,
     (folder, is_json): (&Path, bool),
     out: &mut dyn Write,
@@ -52,7 +96,7 @@ pub(crate) fn command(
     let progress = CliProgress::new(1);
     let mut table = ProductTable::default();
     let mut written = Ok(());
-    let plan = ProductPlan::all(arg.scope(), jobs);
+    let plan = filter.plan(arg, jobs);
     play(&plan, &|| started.elapsed(), &mut |result| {
         if is_json && written.is_ok() {
             written = progress.pause(|| writeln!(out, "{}", json(&result)));

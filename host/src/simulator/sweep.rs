@@ -2,7 +2,7 @@
 
 use crate::process::{CliProgress, CommandError, print_error};
 use crate::simulator::outcome::RunOutcome;
-use crate::simulator::products::{self, ProductsArg};
+use crate::simulator::products::{self, ProductFilter, ProductsArg};
 use crate::simulator::scenario_files::ScenarioSource;
 use crate::simulator::seed_run::{RerunPolicy, RunSetup, quiet_panics, quoted};
 use crate::simulator::table::{columns, grouped, trouble};
@@ -44,6 +44,8 @@ pub(crate) struct SweepArgs {
         default_missing_value = "singles",
         conflicts_with_all = ["file", "seeds", "base", "failed_max", "recomputed_max", "full_links_min"])]
     pub(crate) products: Option<ProductsArg>,
+    #[command(flatten)]
+    pub(crate) filter: ProductFilter,
     /// Folder for the scenarios of products that fail
     #[arg(long, value_name = "FOLDER", default_value = ".", conflicts_with = "seeds")]
     pub(crate) out: PathBuf,
@@ -144,7 +146,8 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<RunVerdic
     let cores = || thread::available_parallelism().map_or(1, |cores| cores.get());
     let jobs = args.jobs.map_or_else(cores, |jobs| jobs.get());
     if let Some(products) = args.products {
-        return products::command(products, jobs, (&args.out, args.json), out);
+        let cells = (products, &args.filter);
+        return products::command(cells, jobs, (&args.out, args.json), out);
     }
     let (file, count) = (args.file.clone().unwrap_or_default(), args.seeds.unwrap_or_default());
     let source = ScenarioSource::File(file);

@@ -358,6 +358,9 @@ fn row([name, does, found]: &[String; 3]) -> String {
             let seeds = found.split("seeds = ").nth(1).and_then(|rest| rest.split(',').next());
             format!("{} seeds of `{swarm}`: {by}", seeds.expect("a number of seeds"))
         }
+        (Some("event"), [event, fleet, by]) => {
+            format!("`{event}` at each input, `{fleet}` of `sweep --products`: {by}")
+        }
         (Some("in"), [place, test]) => format!("`{test}` of `engine/tests/{place}`"),
         (_, [why]) => (*why).to_owned(),
         _ => panic!("{name}: {found}"),

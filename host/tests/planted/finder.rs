@@ -1,4 +1,4 @@
-//! Checks that find bugs: scenario files, seeds of a swarm, tests of the engine.
+//! Checks that find bugs: scenario files, seeds of a swarm, products of events, tests of the engine.
 
 use kvferry_engine::planted::VARIABLE;
 use serde::Deserialize;
@@ -31,6 +31,8 @@ pub(crate) enum Finder {
     File { file: String, by: String },
     /// So many seeds of a scenario with `seed = "any"`, from 0 on.
     Sweep { sweep: String, seeds: u64, by: String },
+    /// An event at each input of a request in a fleet of `sweep --products`.
+    Product { event: String, fleet: String, by: String },
     /// A test of the engine: where it is, and its whole name there.
     Test { r#in: String, test: String },
 }
@@ -40,6 +42,7 @@ impl fmt::Display for Finder {
         match self {
             Finder::File { file, by } => write!(f, "{file} ({by})"),
             Finder::Sweep { sweep, seeds, by } => write!(f, "{sweep}, {seeds} seeds ({by})"),
+            Finder::Product { event, fleet, by } => write!(f, "{event} in {fleet} ({by})"),
             Finder::Test { r#in, test } => write!(f, "{in} {test}"),
         }
     }
@@ -49,7 +52,9 @@ impl Finder {
     /// True if a complaint is what this check is there for.
     pub(crate) fn is_meant(&self, said: &str) -> bool {
         match self {
-            Finder::File { by, .. } | Finder::Sweep { by, .. } => said.contains(&**by),
+            Finder::File { by, .. } | Finder::Sweep { by, .. } | Finder::Product { by, .. } => {
+                said.contains(&**by)
+            }
             Finder::Test { .. } => true,
         }
     }
@@ -94,6 +99,10 @@ impl Programs {
                 }
                 Ok(())
             }
+            Finder::Product { event, fleet, .. } => {
+                let cells = ["--products", "--fleet", fleet, "--event", event, "--jobs", "1"];
+                scenario(&[&["sweep"], &cells[..]].concat(), bug)
+            }
             Finder::Test { r#in, test } => {
                 let program = self.0.get(r#in).unwrap_or_else(|| panic!("no tests {in}"));
                 let mut command = Command::new(program);
@@ -126,8 +135,11 @@ fn scenario(args: &[&str], bug: Option<&str>) -> Result<(), String> {
     let lines = output.stdout.split(|byte| *byte == b'\n');
     let outcomes = lines.filter_map(|line| serde_json::from_slice::<Value>(line).ok());
     let said: Vec<String> = outcomes
-        .filter(|outcome| outcome["exit"] != 0)
-        .map(|outcome| format!("seed {}: {}", outcome["seed"], outcome["violations"]))
+        .filter(|it| it["outcome"].as_str().map_or(it["exit"] != 0, |came| came == "failed"))
+        .map(|outcome| match outcome["outcome"].as_str() {
+            Some(_) => format!("{}: {}", outcome["cell"], outcome["text"]),
+            None => format!("seed {}: {}", outcome["seed"], outcome["violations"]),
+        })
         .collect();
     let errors = String::from_utf8_lossy(&output.stderr);
     Err(format!("{} {} {errors}", args.join(" "), said.join("; ")))

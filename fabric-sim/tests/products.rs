@@ -34,8 +34,8 @@ fn table(
     table
 }
 
-/// What gives blocks back before their time, which is what full pools are there for; the cells of all events
-/// take three times as long, and are played by `./test --products`.
+/// Events that give blocks back before their time, which is what full pools are there for; all events take three
+/// times as long, and `kvferry sweep --products` plays them.
 const FREEING: [ProductEvent; 7] = [
     ProductEvent::Abort,
     ProductEvent::CutPrefill,

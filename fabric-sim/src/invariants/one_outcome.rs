@@ -263,14 +263,20 @@ mod tests {
         bench.see(Observation::PrefillHook { who: P0, hook: &hook });
     }
 
-    #[test]
-    fn a_source_is_freed_once_and_not_before_the_end() {
+    /// A prefill that knows a request.
+    fn arrived(mode: Mode) -> InvariantBench {
         let mut bench = bench();
-        let leg = prefill_leg("r", Mode::Push);
+        let leg = prefill_leg("r", mode);
         prefill(
             &mut bench,
             PrefillHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH },
         );
+        bench
+    }
+
+    #[test]
+    fn a_source_is_freed_once_and_not_before_the_end() {
+        let mut bench = arrived(Mode::Push);
         prefill(&mut bench, PrefillHook::Preempted { request: request("r") });
         let safe = PrefillAnswer::PreemptionSafe { request: request("r") };
         bench.see(Observation::PrefillAnswer { who: P0, answer: &safe });
@@ -286,12 +292,7 @@ mod tests {
 
     /// A prompt that was rejected, and preempted before the engine learned it.
     fn crossed() -> InvariantBench {
-        let mut bench = bench();
-        let leg = prefill_leg("r", Mode::Pull);
-        prefill(
-            &mut bench,
-            PrefillHook::Arrived { request: request("r"), leg, tokens: 16, prompt_hash: HASH },
-        );
+        let mut bench = arrived(Mode::Pull);
         let rejected =
             PrefillAnswer::Rejected { request: request("r"), failure: Failure::Cancelled };
         bench.see(Observation::PrefillAnswer { who: P0, answer: &rejected });

@@ -36,7 +36,7 @@ pub struct CellResult {
     pub took: Duration,
 }
 
-/// What the cells of one thread share.
+/// State that the cells of one thread share.
 pub(super) struct CellPlayer<'a> {
     pub(super) clock: WallTime<'a>,
     /// Cells of a world are judged beside the same fleet, unless they add requests.
@@ -96,9 +96,9 @@ impl ProductCell {
         &self,
         result: CellResult,
         trace_hash: Option<u64>,
-        fleet: &mut FreshFleet,
+        player: &mut CellPlayer<'_>,
     ) -> CellResult {
-        let again = self.run(false, fleet).map(|report| report.trace_hash).ok();
+        let again = self.run(false, &mut player.fleet).map(|report| report.trace_hash).ok();
         let outcome = match again == trace_hash {
             true => result.outcome,
             false => CellOutcome::Failed {

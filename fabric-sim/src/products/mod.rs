@@ -107,7 +107,7 @@ impl CellGroup<'_> {
         let trace_hash = report.as_ref().map(|report| report.trace_hash);
         let has_pairs = has_pairs && result.outcome == CellOutcome::Held;
         send(match self.is_repeated {
-            true => cell.compared(result, trace_hash, &mut player.fleet),
+            true => cell.compared(result, trace_hash, player),
             false => result,
         })?;
         let Some(report) = report.filter(|_| has_pairs) else { return Ok(()) };

@@ -72,14 +72,14 @@ fn fresh_run(run: &Run, pairs: &[PairProbe]) -> Run {
     Run { about, instances, faults, liveness, ..run.clone() }
 }
 
-/// The fresh fleet beside which a run was judged last: the next run is judged beside the same one if it
-/// would be.
+/// The fresh fleet beside which a run was judged last; it is not simulated again for a run that needs the
+/// same one.
 #[derive(Debug, Default)]
 pub struct FreshFleet {
     known: Option<(Run, SimOptions, FreshOutcome)>,
 }
 
-/// What came of a fleet to which nothing happened.
+/// Outcome of a fleet to which nothing happened.
 #[derive(Debug)]
 struct FreshOutcome {
     pairs: Vec<PairProbe>,
@@ -109,7 +109,7 @@ pub(super) fn judge(
     if options.fresh || !options.check || !is_held || report.pairs.is_empty() {
         return;
     }
-    let options = SimOptions { fresh: true, check: false, record: false, ..options };
+    let options = SimOptions { fresh: true, check: false, record: false, inputs: false, ..options };
     let fresh = fleet.outcome(fresh_run(run, &report.pairs), options);
     let mut found = slower(run, &report.pairs, &fresh.pairs);
     // Who knows instances that are gone, or that do not fit, has more.

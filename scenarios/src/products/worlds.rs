@@ -142,7 +142,7 @@ const ALIKE: &str = "prefix = { chance = 1, tokens = 24, run = 8 }\n";
 /// A block that was freed is the next one that is taken.
 const REUSE: &str = "[[fault]]\nkind = \"memory.immediate_reuse\"\n";
 
-/// What a prompt's prefill moves to the second decode comes later than what it moves to the first one.
+/// Tables of slow links: the second of two decodes gets what a prefill moves later than the first one.
 fn slow_links() -> String {
     let slow = |from| {
         format!(

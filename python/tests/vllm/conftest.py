@@ -20,6 +20,8 @@ from server import BATCHED_TOKENS, Server
 MODES = ["WRITE", "READ"]
 # What makes the servers of each group of tests, and for what, in the order of the groups.
 GROUPS = pytest.StashKey[list]()
+# 0 or 1, with which every other group of servers is left out: the second one and so on, or the first one.
+HALF = "KVFERRY_VLLM_HALF"
 RESTARTS = pytest.StashKey[list[list[str]]]()
 RESTART_HEADER = ["mode", "policy", "fault", "requests", "failed", "wrong", "longest s", "all s"]
 
@@ -183,8 +185,13 @@ def pytest_collection_modifyitems(config, items):
         return at, bool(item.get_closest_marker("last"))
 
     items.sort(key=place)
-    groups = dict.fromkeys(servers_of(item) for item in items)
-    config.stash[GROUPS] = [group for group in groups if group is not None]
+    made = list(dict.fromkeys(group for group in map(servers_of, items) if group is not None))
+    if half := os.environ.get(HALF):
+        others = [group for at, group in enumerate(made) if at % 2 != int(half)]
+        config.hook.pytest_deselected(items=[item for item in items if servers_of(item) in others])
+        items[:] = [item for item in items if servers_of(item) not in others]
+        made = [group for group in made if group not in others]
+    config.stash[GROUPS] = made
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,7 @@ def test_the_vllm_router_starts_again(own, reference):
     assert tokens(own.router.complete(request(ids))) == reference(ids)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", wide(LENGTHS, 3))
 def test_legs_that_name_host_and_ports(own, reference, length):
     """As llm-d sends them: nothing is in the request's id."""
     ids = prompt(length, f"llm-d {own.mode}")
@@ -111,7 +111,7 @@ def test_another_prompt_of_equal_length_is_an_error_with_both_hashes(own):
     assert_hashes_are_logged(own.decode, ids, other)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", wide(LENGTHS, 3))
 def test_legs_of_the_toy_proxy(own, reference, length):
     """It asks decode for one token less, and copies little of the answer of a prefill."""
     ids, transfer = prompt(length, f"toy {own.mode}"), f"tx-{uuid.uuid4()}"
@@ -147,7 +147,7 @@ CARRIERS = {
 }
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", wide(LENGTHS, 3))
 @pytest.mark.parametrize("carrier", CARRIERS)
 def test_an_answer_that_is_carried_to_the_decode_is_enough(own, reference, carrier, length):
     leg, changed = CARRIERS[carrier]
@@ -191,7 +191,7 @@ def llmd_write(own, transfer: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", wide(LENGTHS, 3))
 @pytest.mark.parametrize("how", ["serial", "parallel"])
 def test_legs_of_llmd_in_write_mode(own, reference, how, length):
     if own.mode != "WRITE":

@@ -212,6 +212,12 @@ impl Collector for InputCollector {
     }
 }
 
+/// Name and help of the gauge of `Gauges::failures`.
+pub(crate) const FAILURES_REMEMBERED: (&str, &str) = (
+    "failures_remembered",
+    "Strikes, pauses, tries in a row and dead sessions that a success with the same peer ends",
+);
+
 /// The connections that the control planes of this process have cut, by cause.
 #[derive(Debug)]
 pub(crate) struct CutCollector;

@@ -25,8 +25,8 @@ pub use limits::{Overrides, ProtocolLimits};
 pub(crate) use listeners::{ControlListeners, ListenAddresses, remedy};
 pub use meters::{BackendCounts, PATHS, PlaneCounters};
 pub(crate) use meters::{
-    CounterSource, CutCollector, InputCollector, PlaneCollector, PlaneMeter, metrics_answer,
-    metrics_page, metrics_text,
+    CounterSource, CutCollector, FAILURES_REMEMBERED, InputCollector, PlaneCollector, PlaneMeter,
+    metrics_answer, metrics_page, metrics_text,
 };
 pub(crate) use offers::SealedLeg;
 pub use offers::{AnsweredLeg, PrefillOffer};

@@ -120,6 +120,7 @@ struct RouterSnapshot {
     misfits: Vec<ListedMismatch>,
     counters: RouterCounters,
     waiting: u32,
+    failures: u32,
     draining: bool,
 }
 
@@ -195,12 +196,14 @@ fn state(
         decode: decode.to_string(),
         why: why.to_string(),
     });
+    let gauges = router.gauges();
     RouterSnapshot {
         misfits: misfits.collect(),
         workers: workers.collect(),
         rejected: rejected.collect(),
         counters: router.counters().clone(),
-        waiting: router.gauges().queued,
+        waiting: gauges.queued,
+        failures: gauges.failures,
         draining: router.is_draining(),
     }
 }
@@ -331,7 +334,8 @@ impl Admin {
                 self.handler.metrics.times.retain(there);
                 self.handler.metrics.update_static(&self.statics.list());
                 self.handler.metrics.update_readiness(state.is_ready());
-                self.handler.metrics.update(&state.counters, instances, state.waiting);
+                let gauges = (state.waiting, state.failures);
+                self.handler.metrics.update(&state.counters, instances, gauges);
                 metrics_page(&self.registry)
             }
             Err(refusal) => refusal.into_response(),

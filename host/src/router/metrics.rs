@@ -2,7 +2,7 @@
 
 use super::instance_times::AllInstanceTimes;
 use super::static_instances::ListedSource;
-use crate::instance::{CutCollector, InputCollector};
+use crate::instance::{CutCollector, FAILURES_REMEMBERED, InputCollector};
 use kvferry_engine::core::message::Role;
 use kvferry_engine::core::router::{InstanceState, RouterCounters};
 use prometheus_client::encoding::EncodeLabelSet;
@@ -98,6 +98,7 @@ pub(crate) struct RouterMetrics {
     busy: Family<RoleLabels, Gauge>,
     rejected: Family<RejectionLabels, Counter>,
     waiting: Gauge,
+    remembered: Gauge,
     /// By what names static instances: how many, and whether it could be asked.
     named: Family<SourceLabels, Gauge>,
     named_up: Family<SourceLabels, Gauge>,
@@ -142,6 +143,7 @@ impl RouterMetrics {
             busy: Family::default(),
             rejected: Family::default(),
             waiting: Gauge::default(),
+            remembered: Gauge::default(),
             named: Family::default(),
             named_up: Family::default(),
             core: Default::default(),
@@ -170,6 +172,7 @@ impl RouterMetrics {
         let about = "Registrations that were not taken";
         registry.register("registrations_rejected", about, all.rejected.clone());
         registry.register("waiting", "Requests that wait for an instance", all.waiting.clone());
+        registry.register(FAILURES_REMEMBERED.0, FAILURES_REMEMBERED.1, all.remembered.clone());
         let about = "Static instances that a source names";
         registry.register("static_instances", about, all.named.clone());
         let about = "Whether a source of static instances could be asked or read";
@@ -201,7 +204,7 @@ impl RouterMetrics {
         &self,
         counters: &RouterCounters,
         instances: impl Iterator<Item = (Role, InstanceState, bool)>,
-        waiting: u32,
+        (waiting, remembered): (u32, u32),
     ) {
         self.instances.clear();
         self.busy.clear();
@@ -217,6 +220,7 @@ impl RouterMetrics {
             counter.inner().store(*count, Ordering::Relaxed);
         }
         self.waiting.set(i64::from(waiting));
+        self.remembered.set(i64::from(remembered));
         let RouterCounters { retries, refused_retries, shed, direct, expired, .. } = counters;
         let RouterCounters { replaced, switched, suspicions, cancelled, unread, .. } = counters;
         let RouterCounters { busy, unknown_models, excused, hostless, .. } = counters;

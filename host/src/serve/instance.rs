@@ -185,6 +185,7 @@ impl InstanceServer {
         let gauges = self.parts.engine.gauges();
         let held = i64::from(gauges.held) + i64::from(gauges.quarantined);
         self.parts.metrics.held.set(held);
+        self.parts.metrics.remembered.set(gauges.failures.into());
     }
 
     /// The stand-in engine has named the request of a leg. The engine knows no token ids, so the

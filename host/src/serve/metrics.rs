@@ -1,6 +1,8 @@
 //! What an instance counts, in the format of Prometheus.
 
-use crate::instance::{CounterSource, CutCollector, InputCollector, InstanceTrust, PlaneCollector};
+use crate::instance::{
+    CounterSource, CutCollector, FAILURES_REMEMBERED, InputCollector, InstanceTrust, PlaneCollector,
+};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -28,6 +30,7 @@ pub(super) struct InstanceMetrics {
     pub(super) mismatches: Counter,
     pub(super) open: Gauge,
     pub(super) held: Gauge,
+    pub(super) remembered: Gauge,
     pub(super) registered: Gauge,
 }
 
@@ -63,6 +66,7 @@ impl InstanceMetrics {
         registry.register("legs_open", "Legs that have not ended", metrics.open.clone());
         let about = "KV blocks in use or in quarantine";
         registry.register("blocks_held", about, metrics.held.clone());
+        registry.register(FAILURES_REMEMBERED.0, FAILURES_REMEMBERED.1, metrics.remembered.clone());
         let about = "1 if the router can be reached and was sent a registration";
         registry.register("router_registered", about, metrics.registered.clone());
         trust.register(&mut registry);

@@ -3,8 +3,8 @@
 use super::record::{TransferOutcome, TransferRecord, TransferSummary};
 use super::settings::{TransferBackend, TransferPlacement};
 use crate::instance::{
-    CounterSource, CutCollector, InputCollector, InstanceTrust, PATHS, PlaneCollector,
-    PlaneCounters, TransferLog, metrics_answer, metrics_text,
+    CounterSource, CutCollector, FAILURES_REMEMBERED, InputCollector, InstanceTrust, PATHS,
+    PlaneCollector, PlaneCounters, TransferLog, metrics_answer, metrics_text,
 };
 use crate::process::PatientListener;
 use crate::router::guarded;
@@ -72,6 +72,7 @@ pub(super) struct SidecarMetrics {
     open: Gauge,
     held: Gauge,
     quarantined: Gauge,
+    remembered: Gauge,
     violations: Counter,
     verified: Counter,
     mismatches: Counter,
@@ -103,6 +104,7 @@ impl SidecarMetrics {
             open: Gauge::default(),
             held: Gauge::default(),
             quarantined: Gauge::default(),
+            remembered: Gauge::default(),
             violations: Counter::default(),
             verified: Counter::default(),
             mismatches: Counter::default(),
@@ -137,6 +139,7 @@ impl SidecarMetrics {
         all.register("blocks_held", about, self.held.clone());
         let about = "KV blocks of a decode that bytes of a failed transfer may still land in";
         all.register("blocks_quarantined", about, self.quarantined.clone());
+        all.register(FAILURES_REMEMBERED.0, FAILURES_REMEMBERED.1, self.remembered.clone());
         let about = "Frames that broke the protocol";
         all.register("violations", about, self.violations.clone());
         let about = "Blocks of a layer, of a rank, that arrived as the prefill had them";
@@ -238,6 +241,7 @@ impl SidecarMetrics {
         self.open.set(open as i64);
         self.held.set(gauges.held.into());
         self.quarantined.set(gauges.quarantined.into());
+        self.remembered.set(gauges.failures.into());
         let violations = u64::from(gauges.violations);
         self.violations.inner().store(violations, Ordering::Relaxed);
         self.verified.inner().store(verified.blocks, Ordering::Relaxed);

@@ -92,6 +92,7 @@ fn observe(mode: Mode, place: TransferPlacement) {
         let path = format!(r#"side="{side}",path="shared-memory"}} {bytes}"#);
         series(&page, &format!("kvferry_transfer_bytes_total{{{path}"));
         series(&page, "kvferry_blocks_held 0");
+        series(&page, "kvferry_failures_remembered 0");
         let version = env!("CARGO_PKG_VERSION");
         let how = format!(r#"transfer="{place}",memory="memory files",version="{version}"}} 1"#);
         series(&page, &format!(r#"kvferry_info{{backend="host",{how}"#));

@@ -242,6 +242,22 @@ async fn tries_are_bounded() {
     assert!((3..=5).contains(&p.seen().len()), "{}", p.seen().len());
 }
 
+#[tokio::test]
+async fn failures_are_remembered_until_a_request_is_served() {
+    for mode in [Mode::Push, Mode::Pull] {
+        let (router, p, d) = pair(mode, &["--retries", "0"]).await;
+        let remembered = || router.metric("kvferry_router_failures_remembered");
+        for failing in [&p, &d] {
+            failing.always(forced(500, "X"));
+            assert_eq!(router.ask().await.status, 500);
+            assert!(remembered().await > 0, "{mode} {:?}", failing.role);
+            failing.on(|_| None);
+            assert_eq!(router.ask().await.status, 200);
+            assert_eq!(remembered().await, 0, "{mode} {:?}", failing.role);
+        }
+    }
+}
+
 async fn dies_in_request(router: &TestRouter, dying: &mut StubInstance, on: usize) -> TestResponse {
     let asked = router.ask();
     let die = async {

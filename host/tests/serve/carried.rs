@@ -69,6 +69,7 @@ fn what_a_prefill_answers_is_enough_whoever_carries_it() {
                 assert_eq!(metric(process, "kvferry_faults_total"), 0);
                 assert_eq!(metric(process, "kvferry_violations_total"), 0);
                 assert_eq!(metric(process, "kvferry_blocks_held"), 0, "{mode}");
+                assert_eq!(metric(process, "kvferry_failures_remembered"), 0, "{mode}");
             }
         }
     }

@@ -105,8 +105,20 @@ class Fleet:
 
     def held(self) -> dict[str, str]:
         """KV blocks that each instance holds, as its metrics have them."""
-        pages = {name: self.get(name, it["http"], "/metrics") for name, it in self.instances.items() if name != "r"}
-        return {name: _value(page, "kvferry_blocks_held") for name, page in pages.items()}
+        return self._of_instances("kvferry_blocks_held")
+
+    def remembered(self) -> dict[str, str]:
+        """Failures that each process has not forgotten, as its metrics have them."""
+        own = {"r": self.metric("r", f"{self.wires.address('r')}:29000", "kvferry_router_failures_remembered")}
+        return own | self._of_instances("kvferry_failures_remembered")
+
+    def metric(self, name: str, address: str, series: str) -> str:
+        """A value of a page of metrics on that host."""
+        lines = (line.split() for line in self.get(name, address, "/metrics").splitlines())
+        return next(words[-1] for words in lines if words and words[0].split("{")[0] == series)
+
+    def _of_instances(self, series: str) -> dict[str, str]:
+        return {name: self.metric(name, it["http"], series) for name, it in self.instances.items() if name != "r"}
 
 
 @contextmanager
@@ -121,11 +133,6 @@ def served(names: list[str], mode: str, folder: Path, seed: int, make: Callable[
         if fleet:
             fleet.close()
         wires.close()
-
-
-def _value(page: str, name: str) -> str:
-    lines = (line.split() for line in page.splitlines())
-    return next(words[-1] for words in lines if words and words[0].split("{")[0] == name)
 
 
 class Clients:

@@ -18,6 +18,8 @@ class Outcome:
     clients: Clients
     healed: float
     recovered: float | None = None
+    # Failures that a process of the fleet remembers though requests are served again, by its name.
+    remembered: dict[str, str] = field(default_factory=dict)
     # Packets that met each rule of a relay.
     met: list[int] = field(default_factory=list)
 
@@ -43,6 +45,9 @@ def suffer(fleet: Fleet, fault, seconds: float) -> Outcome:
         outcome = Outcome(clients, healed=time.monotonic(), met=met if isinstance(met, list) else [])
         if until(lambda: clients.served_since(outcome.healed, SERVED)):
             outcome.recovered = time.monotonic() - outcome.healed
+            # While requests go on, so that each pair has some.
+            until(lambda: set(fleet.remembered().values()) == {"0"})
+            outcome.remembered = fleet.remembered()
     return outcome
 
 
@@ -59,6 +64,7 @@ def judge(fleet: Fleet, outcome: Outcome) -> None:
     assert outcome.count(lambda it: it.is_wrong()) == 0, "a wrong answer"
     assert outcome.count(lambda it: it.status is None) == 0, f"a request that has no outcome after {HANG_S:g} s"
     assert outcome.recovered is not None, "not served again"
+    assert set(outcome.remembered.values()) == {"0"}, f"failures that are still remembered: {outcome.remembered}"
     assert all(outcome.met), f"rules that no packet met: {outcome.met}"
     why = [answer.why for answer in outcome.clients.answers if answer.status != 200]
     assert all(re.search(r'"(message|error)"', text) for text in why), why

@@ -17,6 +17,8 @@ from wires import Wires
 HOSTS = ["r", "p0", "d0"]
 FAULT_S = 6.0
 HTTP = 8000
+# On the loopback of each host.
+HOST_METRICS = "127.0.0.1:9100"
 # Of the prompts, in tokens of 8 KiB of KV each.
 LENGTHS = [1, 33, 100, 257, 400, 512, 700, 900, 1100, 1500, 2000, 2500]
 KV_BYTES_PER_TOKEN = model.LAYERS * 2 * model.KV_HEADS * model.HEAD_DIM * 4
@@ -63,7 +65,11 @@ class Vllm(Fleet):
             "engine_id": f"{name}-{self.mode}",
             "kv_connector_extra_config": extra,
         }
-        env = {"KVFERRY_SECRET_FILE": str(self.secret), "VLLM_HOST_IP": address}
+        env = {
+            "KVFERRY_SECRET_FILE": str(self.secret),
+            "VLLM_HOST_IP": address,
+            "KVFERRY_HOST_METRICS": HOST_METRICS,
+        }
         # Listens for the router, and on the host's own loopback for these tests. Each prompt is handed over each time.
         flags = ["--host", "0.0.0.0", "--no-enable-prefix-caching"]
         log = self.folder / f"{name}.log"
@@ -91,6 +97,11 @@ class Vllm(Fleet):
         """As those of others; vLLM has no more than whether any block is used."""
         idle = {name: self.wires.on(name, server.idle) for name, server in self.servers.items()}
         return {name: "0" if it else "some" for name, it in idle.items()}
+
+    def remembered(self) -> dict[str, str]:
+        return super().remembered() | {
+            name: self.metric(name, HOST_METRICS, "kvferry_failures_remembered") for name in self.servers
+        }
 
 
 @pytest.fixture(scope="module")

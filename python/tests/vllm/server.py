@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +185,10 @@ class Server(Process):
         at = (lines[-1].split(f'{what}="')[1].split('"')[0] for what in ("handshake", "notify"))
         handshake, notify = (int(endpoint.rsplit(":", 1)[1]) for endpoint in at)
         return handshake, notify
+
+    def host_metrics(self) -> int:
+        """Port at which its host serves them, if it was started to."""
+        return int(re.findall(r"metrics=http://127.0.0.1:(\d+)/", self.log.read_text())[-1])
 
     def host(self) -> int | None:
         """Process of the `kvferry host` beside it."""

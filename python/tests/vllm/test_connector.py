@@ -170,11 +170,6 @@ def moved(server) -> float:
         return 0
 
 
-def host_metrics(server) -> int:
-    """Port at which its host serves them."""
-    return int(re.findall(r"metrics=http://127.0.0.1:(\d+)/", server.log.read_text())[-1])
-
-
 def test_a_transfer_is_in_the_metrics_of_vllm(own):
     blocks = 22
     expected = blocks * BLOCK_TOKENS * tiny.LAYERS * tiny.KV_HEADS * 2 * tiny.HEAD_DIM * 4
@@ -194,7 +189,7 @@ def test_a_transfer_is_in_the_metrics_of_vllm(own):
 
 def test_hosts_serve_their_own_metrics(own):
     for server in (own.prefill, own.decode):
-        assert metric(host_metrics(server), "kvferry_transfers_total") >= 1
+        assert metric(server.host_metrics(), "kvferry_transfers_total") >= 1
 
 
 def test_the_last_transfers_can_be_exported(own, tmp_path):

@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from client import Refused, lines
+from client import Refused, lines, metric
+from conftest import wide
 from pair import ROLES, Pair, kvferry_at, prompt, request, tokens
 from router import Router
 from server import START_S
@@ -27,10 +28,12 @@ ANSWER_S = 240
 LEASE_S = 90
 # Tokens of a stream: it takes longer than the next host to register.
 STREAM_TOKENS = 1500
+# Of two servers of each role, and how often each has its turn at most.
+PAIRS, TRIES = 4, 5
 
 # Mode and `kv_load_failure_policy`.
 FLEETS = [("WRITE", "fail"), ("READ", "fail"), ("WRITE", "recompute"), ("READ", "recompute")]
-FAULTS = ["killed", "stopped"]
+ROWS = [("prefill", "killed"), ("decode", "stopped"), ("prefill", "stopped"), ("decode", "killed")]
 
 
 class Fleet:
@@ -44,6 +47,21 @@ class Fleet:
 
     def servers(self) -> list:
         return [getattr(pair, role) for pair in self.pairs for role in ROLES]
+
+    def remembered(self) -> dict[str, float]:
+        """Failures that each process has not forgotten, as its metrics have them."""
+        known = {"router": metric(self.router.admin, "kvferry_router_failures_remembered")}
+        for server in self.servers():
+            known[f"{server.name} {server.port}"] = metric(server.host_metrics(), "kvferry_failures_remembered")
+        return known
+
+    def forget(self, seed: str) -> None:
+        """Asks until each pair has served one, so that no process remembers a failure."""
+        for n in range(PAIRS * TRIES):
+            self.router.complete(request(prompt(100, f"{seed} {n}")), ANSWER_S)
+            if not any(self.remembered().values()):
+                return
+        raise AssertionError(f"failures that are still remembered: {self.remembered()}")
 
     def ready(self) -> None:
         def all_serve() -> bool:
@@ -62,7 +80,8 @@ def servers(param: tuple[str, str], place):
         connectors = dict.fromkeys(ROLES, kvferry_at("sidecar", kv_load_failure_policy=policy))
         pairs = []
         for _ in range(2):
-            pair = Pair(mode, place.model, place.logs, router.discovery, connectors, place.secret)
+            env = place.secret | {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
+            pair = Pair(mode, place.model, place.logs, router.discovery, connectors, env)
             stack.callback(pair.stop)
             pairs.append(pair)
         place.reference.server.ready()
@@ -97,9 +116,9 @@ def harm(server, what: str) -> None:
         os.kill(host, signal.SIGCONT)
 
 
-@pytest.mark.parametrize("what", FAULTS)
-@pytest.mark.parametrize("side", list(ROLES))
-def test_no_request_is_lost_when_a_host_is(own, reference, restarts, side, what):
+@pytest.mark.parametrize("lost", wide(ROWS, 2), ids="-".join)
+def test_no_request_is_lost_when_a_host_is(own, reference, restarts, lost):
+    side, what = lost
     count = int(os.environ.get(REQUESTS, "60"))
     asked = [prompt(64 + n % 640, f"{own.mode} {own.policy} {side} {what} {n}") for n in range(count)]
     expected = [reference(ids) for ids in asked]
@@ -130,11 +149,12 @@ def test_no_request_is_lost_when_a_host_is(own, reference, restarts, side, what)
     assert failed == [] and wrong == []
     server.wait_until("a host", lambda: server.host() is not None, AGAIN_S)
     own.ready()
+    own.forget(f"{own.mode} {own.policy} {side} {what} again")
     for one in own.servers():
         one.wait_idle(LEASE_S)
 
 
-@pytest.mark.parametrize("side", list(ROLES))
+@pytest.mark.parametrize("side", wide(["decode", "prefill"]))
 def test_streams_outlive_the_host_of_their_server(own, side):
     """Both decodes have streams, so that the one whose host is killed has some."""
     began = threading.Barrier(CLIENTS + 1)

@@ -186,6 +186,10 @@ fn faults_must_make_sense() {
         "5: `factor` has no meaning for wire.loss; remove it; this kind takes from, to, match",
     );
     fault(
+        "kind = \"client.abort\"\nat = \"1s\"\ntarget = \"p0\"",
+        "5: `target` has no meaning for client.abort; remove it; this kind takes delay",
+    );
+    fault(
         "kind = \"process.pause\"\nat = \"1s\"",
         "3: process.pause has no `target`; name an instance",
     );

@@ -153,8 +153,7 @@ impl FaultKind {
             RouterRestart => schema(Request, &["lasts"]).lasting_ms(10, 1_000),
             Siblings => schema(Request, &["samples"]),
             IdsDiffer => schema(Run, &[]),
-            Abort => schema(Request, TARGET_DELAY).late_us(0, 20_000),
-            BothAbort => schema(Request, &["delay"]).late_us(0, 20_000),
+            Abort | BothAbort => schema(Request, &["delay"]).late_us(0, 20_000),
             Burst => schema(Run, &["lasts", "factor"]).lasting_ms(100, 100).by(10),
             DegeneratePrompts | PromptsDiffer => schema(Request, &[]),
         }

@@ -32,6 +32,11 @@ class Outcome:
         still = f"{self.clients.still:.1f}"
         return [mode, name, str(len(answers)), str(failed), f"{longest:.1f}", str(hung), str(wrong), recovered, still]
 
+    def forgets(self, fleet: Fleet) -> bool:
+        """True if no process of the fleet remembers a failure now."""
+        self.remembered = fleet.remembered()
+        return set(self.remembered.values()) == {"0"}
+
     def count(self, what) -> int:
         return sum(map(what, self.clients.answers))
 
@@ -46,8 +51,7 @@ def suffer(fleet: Fleet, fault, seconds: float) -> Outcome:
         if until(lambda: clients.served_since(outcome.healed, SERVED)):
             outcome.recovered = time.monotonic() - outcome.healed
             # While requests go on, so that each pair has some.
-            until(lambda: set(fleet.remembered().values()) == {"0"})
-            outcome.remembered = fleet.remembered()
+            until(lambda: outcome.forgets(fleet))
     return outcome
 
 

@@ -187,6 +187,8 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
     made = list(dict.fromkeys(group for group in map(servers_of, items) if group is not None))
     if half := os.environ.get(HALF):
+        if half not in ("0", "1"):
+            raise pytest.UsageError(f"{HALF}={half}: give 0 or 1")
         others = [group for at, group in enumerate(made) if at % 2 != int(half)]
         config.hook.pytest_deselected(items=[item for item in items if servers_of(item) in others])
         items[:] = [item for item in items if servers_of(item) not in others]

@@ -78,9 +78,9 @@ def servers(param: tuple[str, str], place):
         router = Router(place.logs / f"router-{name}.log", env=place.secret, times=())
         stack.callback(router.stop)
         connectors = dict.fromkeys(ROLES, kvferry_at("sidecar", kv_load_failure_policy=policy))
+        env = place.secret | {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
         pairs = []
         for _ in range(2):
-            env = place.secret | {"KVFERRY_HOST_METRICS": "127.0.0.1:0"}
             pair = Pair(mode, place.model, place.logs, router.discovery, connectors, env)
             stack.callback(pair.stop)
             pairs.append(pair)

@@ -23,6 +23,23 @@ fn is_root() -> bool {
     root
 }
 
+/// A folder where each user of the machine comes to, which Cargo's are not below a home of mode
+/// 0700. It removes itself.
+struct OpenFolder(ProgramFolder);
+
+impl OpenFolder {
+    /// `name` is the test's own.
+    fn new(name: &str) -> OpenFolder {
+        OpenFolder(ProgramFolder::new(&format!("/tmp/kvferry-{}-{name}", std::process::id())))
+    }
+}
+
+impl Drop for OpenFolder {
+    fn drop(&mut self) {
+        let _gone = fs::remove_dir_all(self.0.path(""));
+    }
+}
+
 /// Makes the calling thread one of a stranger, and no other.
 fn become_stranger() {
     // SAFETY: It takes three numbers and reads no memory. glibc's `setresuid` would change all
@@ -131,7 +148,8 @@ fn a_connector_says_nothing_to_the_host_of_a_stranger() {
     if !is_root() {
         return;
     }
-    let folder = ProgramFolder::new("other-host");
+    let open = OpenFolder::new("other-host");
+    let folder = &open.0;
     let socket = folder.path("host.sock");
     let ours = UnixListener::bind(&socket).expect("a socket");
     chown(&socket, Some(STRANGER), None).expect("root gives it away");
@@ -171,7 +189,8 @@ fn a_stranger_cannot_speak_with_a_host() {
     if !is_root() {
         return;
     }
-    let folder = ProgramFolder::new("stranger");
+    let open = OpenFolder::new("stranger");
+    let folder = &open.0;
     let socket = folder.path("host.sock");
     let mut host = Command::new(env!("CARGO_BIN_EXE_kvferry"))
         .args(["host", "--socket", &socket])

@@ -33,7 +33,7 @@ pub(crate) fn scenarios() -> PathBuf {
 pub(crate) struct ProgramFolder(PathBuf);
 
 impl ProgramFolder {
-    /// `name` is the test's own.
+    /// `name` is the test's own; an absolute path stays what it is.
     pub(crate) fn new(name: &str) -> ProgramFolder {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
         // It is there if the test ran before.

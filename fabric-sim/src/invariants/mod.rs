@@ -17,6 +17,7 @@ mod forgets;
 mod heals;
 mod in_order;
 mod isolation;
+mod leg_choices;
 mod leg_recipients;
 mod legal;
 mod no_early_reuse;
@@ -255,6 +256,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::BoundedWork => Box::new(bounded_work::BoundedWork::new(run)),
         InvariantId::Fair => Box::new(fair::FairShare::new(run)),
         InvariantId::PayloadsArrive => Box::new(payloads::PayloadsArrive::new(run)),
+        InvariantId::LegChoices => Box::new(leg_choices::LegChoices::new(run)),
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits, run))
         }

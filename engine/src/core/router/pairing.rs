@@ -57,7 +57,10 @@ impl<'a> SelectionRequest<'a> {
         let beside = instance.beside.and_then(|beside| self.registry.get(beside));
         let tokens = instance.tokens + beside.map_or(0, |beside| beside.tokens);
         let tokens = i128::from(tokens) + i128::from(self.registry.others(self.now, instance));
-        let cost = tokens * 100 - bonus;
+        let cost = match planted!("busiest-instance-is-chosen") {
+            true => bonus - tokens * 100,
+            false => tokens * 100 - bonus,
+        };
         let choice = Choice { instance_id: id, mode: instance.registration.mode, saved };
         let is_busy = instance.is_busy(self.now);
         (((false, self.avoid.contains(&id), false), is_busy, cost, 0), choice)

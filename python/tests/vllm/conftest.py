@@ -3,6 +3,7 @@ one before run; and the drills that have to come before any other request of a p
 count operations from the start."""
 
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,8 @@ from server import BATCHED_TOKENS, Server
 MODES = ["WRITE", "READ"]
 # What makes the servers of each group of tests, and for what, in the order of the groups.
 GROUPS = pytest.StashKey[list]()
-# 0 or 1, with which every other group of servers is left out: the second one and so on, or the first one.
-HALF = "KVFERRY_VLLM_HALF"
+# Such as 2/3, with which of three groups of servers that follow each other only the second one is there.
+PART = "KVFERRY_VLLM_PART"
 RESTARTS = pytest.StashKey[list[list[str]]]()
 RESTART_HEADER = ["mode", "policy", "fault", "requests", "failed", "wrong", "longest s", "all s"]
 
@@ -186,10 +187,12 @@ def pytest_collection_modifyitems(config, items):
 
     items.sort(key=place)
     made = list(dict.fromkeys(group for group in map(servers_of, items) if group is not None))
-    if half := os.environ.get(HALF):
-        if half not in ("0", "1"):
-            raise pytest.UsageError(f"{HALF}={half}: give 0 or 1")
-        others = [group for at, group in enumerate(made) if at % 2 != int(half)]
+    if part := os.environ.get(PART):
+        named = re.fullmatch(r"([1-9])/([1-9])", part)
+        if not named or named[1] > named[2]:
+            raise pytest.UsageError(f"{PART}={part}: give which one of how many, such as 2/3")
+        which, of = int(named[1]) - 1, int(named[2])
+        others = [group for at, group in enumerate(made) if at % of != which]
         config.hook.pytest_deselected(items=[item for item in items if servers_of(item) in others])
         items[:] = [item for item in items if servers_of(item) not in others]
         made = [group for group in made if group not in others]

@@ -130,9 +130,9 @@ fn a_ping_is_answered_and_nothing_piles_up_for_who_does_not_read() {
     stream.read_exact(&mut answer).expect("an answer");
     assert_eq!(answer, *b"\x04\x09\x04PONGfive");
     let many = PING.repeat(8_192);
-    for _ in 0..600 {
-        stream.write_all(&many).expect("they are read");
-    }
+    // Where they take longer than three seconds, it is cut as who floods.
+    let written = (0..600).take_while(|_| stream.write_all(&many).is_ok()).count();
+    assert!(written > 10, "{written} times");
     let peak = victim.peak_mib();
     assert!(peak < 100, "memory: {peak} MiB");
 }

@@ -154,23 +154,23 @@ def managed(pipeline, *ranks: int) -> list[Any]:
     return made
 
 
-def fill(here: Any) -> None:
-    """Leaves no room."""
-    here.filled = 0
-    while here.connector.put("0", "1", f"fill {here.filled}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
-        here.filled += 1
-
-
 def transfer_while_full(here: Any, request: str) -> dict[str, int]:
-    """There is room when the manager tries the second time."""
-    put_once, tries = here.connector.put, []
+    """There is no room when the manager tries first, and room when it tries again."""
+    put_once, tries, filled = here.connector.put, [], []
+
+    def fill() -> None:
+        """Right before that try: what was put before may go until then."""
+        while put_once("0", "1", f"fill {len(filled)}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
+            filled.append(f"fill {len(filled)}")
 
     def counted(**given: Any) -> Any:
+        if not tries:
+            fill()
         done = put_once(**given)
         tries.append(done[0])
         if tries == [False]:
-            for number in range(here.filled):
-                here.connector.cleanup(f"fill {number}", "0", "1")
+            for key in filled:
+                here.connector.cleanup(key, "0", "1")
         return done
 
     here.connector.put = counted
@@ -184,7 +184,6 @@ def test_kv_caches_of_ranks_are_tried_again_when_there_was_no_room(pipeline):
     senders, receivers = (stages := managed(pipeline, 0, 1))[:2], stages[2:]
     for request in ("r", "r", "s"):
         for rank in (0, 1):
-            senders[rank](fill)
             receivers[rank].begin(receive_kv, request)
             assert senders[rank](transfer_while_full, request) == {"failed": 1, "done": 1}
             assert torch.equal(receivers[rank].result(), keys_of(request))

@@ -285,16 +285,16 @@ def test_a_sender_that_is_not_there_is_an_outcome(host):
     key = ("0", "1", "nobody", 0)
     (port,) = free_ports(1)
     host.talker.fetch(key, "127.0.0.1", port)
-    missing, kind, why = host.talker.wait(key, PATIENCE)
-    assert (missing, kind) == ("missing", "given-up")
+    missing, kind, why, former = host.talker.wait(key, PATIENCE)
+    assert (missing, kind, former) == ("missing", "given-up", "no")
     assert f"tcp://127.0.0.1:{port} cannot be reached" in why
 
 
 def test_other_deployments_are_told_that_it_is_not_for_them(host):
     other, key = host.stage("1", "another"), ("0", "1", "r", 0)
     other.fetch(key, "127.0.0.1", 9)
-    missing, kind, why = other.wait(key, PATIENCE)
-    assert (missing, kind) == ("missing", "given-up")
+    missing, kind, why, former = other.wait(key, PATIENCE)
+    assert (missing, kind, former) == ("missing", "given-up", "no")
     assert f"deployment {DEPLOYMENT}" in why
 
 

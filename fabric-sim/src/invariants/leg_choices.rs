@@ -33,9 +33,9 @@ pub(super) struct LegChoices {
     given: BTreeMap<u16, BTreeSet<u64>>,
     /// Legs that have not ended: where each is, and of which prompt.
     legs: BTreeMap<LegId, (u16, ClientId, u32)>,
-    /// How many of them an instance has.
+    /// Number of these legs, by instance.
     work: BTreeMap<u16, u32>,
-    /// How long the end of a leg is on its way to the router at most.
+    /// Longest time that the end of a leg is on its way to the router.
     latency: Nanos,
     /// When each instance ended a leg last.
     ended: BTreeMap<u16, Nanos>,
@@ -60,7 +60,7 @@ impl LegChoices {
         }
     }
 
-    /// How much of a prompt an instance was given before.
+    /// Number of leading hashes of a prompt that an instance was given before.
     fn known(&self, instance: u16, prefix: &[u64]) -> usize {
         let given = self.given.get(&instance);
         prefix.iter().take_while(|hash| given.is_some_and(|them| them.contains(hash))).count()
@@ -158,7 +158,7 @@ mod tests {
     use kvferry_engine::core::router::LegFailure;
     use kvferry_scenarios::lists::FaultKind;
 
-    /// By then the router has heard of what an instance said.
+    /// Time after which the router has heard what an instance said.
     const HEARD: Nanos = Nanos::from_us(60);
 
     /// Requests with prompts that begin with these.

@@ -33,8 +33,6 @@ pub(super) struct LegChoices {
     given: BTreeMap<u16, BTreeSet<u64>>,
     /// Legs that have not ended: where each is, and of which prompt.
     legs: BTreeMap<LegId, (u16, ClientId, u32)>,
-    /// Number of these legs, by instance.
-    work: BTreeMap<u16, u32>,
     /// Longest time that the end of a leg is on its way to the router.
     latency: Nanos,
     /// When each instance ended a leg last.
@@ -67,7 +65,7 @@ impl LegChoices {
     }
 
     fn has_work(&self, instance: u16) -> bool {
-        self.work.get(&instance).is_some_and(|legs| *legs > 0)
+        self.legs.values().any(|(at, ..)| *at == instance)
     }
 
     /// The idle instance that a leg should have gone to, if it went to another one.
@@ -115,7 +113,6 @@ impl LegChoices {
             self.given.entry(to).or_default().extend(prefix.iter());
         }
         self.legs.insert(leg, (to, client, *prompt));
-        *self.work.entry(to).or_default() += 1;
     }
 }
 
@@ -140,7 +137,6 @@ impl Invariant for LegChoices {
             Observation::Leg { leg, .. } | Observation::LegClosed { leg } => {
                 if let Some((instance, ..)) = self.legs.remove(leg) {
                     self.ended.insert(instance, now.at);
-                    *self.work.entry(instance).or_default() -= 1;
                 }
             }
             _ => {}

@@ -218,6 +218,13 @@ def test_a_single_get_with_metadata_is_enough(pipeline):
         assert receiver(poll, f"k{number}", ("0", "1"), metadata)[0] == [number]
 
 
+def fill(here: Any) -> None:
+    """Leaves no room."""
+    number = 0
+    while here.connector.put("0", "1", f"fill {number}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
+        number += 1
+
+
 def test_a_deployment_that_is_gone_leaves_nothing(pipeline):
     """Neither payloads under ids that are used again, nor a full share, nor its pool."""
     for pool_bytes in (16 << 20, 16 << 20, 24 << 20):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -342,7 +343,7 @@ def many(here: Any, extra: dict[str, Any]) -> tuple[int, int]:
     for number in range(60):
         connector = KvferryOmniConnector(extra)
         connector.put("0", "1", "k", b"x")
-        assert wait_for(lambda: connector.get("0", "1", "k"))
+        assert wait_for(partial(connector.get, "0", "1", "k"))
         if number % 2:
             connector.close()
         del connector

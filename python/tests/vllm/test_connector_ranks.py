@@ -1,6 +1,5 @@
 """KvferryConnector between engines of several ranks: TP on either side, and DP."""
 
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import native
 import pytest
-from halves import LAYERS, Blocks, Pair, compute, full_attention, step
+from halves import Pair, compute, full_attention, step
 from kvferry.vllm import engine, worker
 from kvferry.vllm.specs import keep_windows
 from server import BLOCK_TOKENS

@@ -1,7 +1,6 @@
 """The connector: vLLM-Omni's `put` and `get` over the pool of a host."""
 
 import os
-import threading
 import weakref
 from typing import Any
 

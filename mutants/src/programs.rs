@@ -12,16 +12,17 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Packages whose test programs are run.
-const PACKAGES: [&str; 5] = [
+const PACKAGES: [&str; 6] = [
     "kvferry-engine",
     "kvferry-wire",
     "kvferry-fabric-common",
     "kvferry-fabric-host",
     "kvferry-sim",
+    "kvferry",
 ];
 
 /// Test programs beside those of the libraries, but those that read sources.
-const TARGETS: [&str; 30] = [
+const TARGETS: [&str; 33] = [
     // Of the engine.
     "actors",
     "block_ledger",
@@ -55,6 +56,10 @@ const TARGETS: [&str; 30] = [
     "stopped",
     // Of the simulator.
     "plays",
+    // Of the actor host.
+    "embed",
+    "payloads",
+    "serve",
 ];
 
 /// Memory that a test program may use, in bytes. Tests map more than any machine has, so the address

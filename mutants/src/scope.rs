@@ -8,11 +8,17 @@ use std::fs;
 use std::path::Path;
 
 /// Folders whose sources are changed, below the root of the workspace.
-pub(crate) const FOLDERS: [&str; 4] =
-    ["engine/src/core", "wire/src", "fabric-host/src", "fabric-host/common/src"];
+pub(crate) const FOLDERS: [&str; 5] = [
+    "engine/src/core",
+    "wire/src",
+    "fabric-host/src",
+    "fabric-host/common/src",
+    "host/src/sidecar",
+];
 
 /// Folders of the packages that these are in.
-pub(crate) const PACKAGES: [&str; 4] = ["engine", "wire", "fabric-host", "fabric-host/common"];
+pub(crate) const PACKAGES: [&str; 5] =
+    ["engine", "wire", "fabric-host", "fabric-host/common", "host"];
 
 /// Sources of the workspace by path, of these folders.
 pub(crate) type Sources = BTreeMap<String, String>;

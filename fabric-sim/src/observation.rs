@@ -12,7 +12,7 @@ use kvferry_engine::core::message::{
     DecodeAnswer, DecodeHook, PrefillAnswer, PrefillHook, TransferJob, TransferReport,
 };
 use kvferry_engine::core::payload::PayloadFailure;
-use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent, PrefixEstimate};
 use kvferry_engine::fabric::{
     Completion, Direction, OpId, Placement, QuiesceTicket, Refused, SessionId,
 };
@@ -225,6 +225,8 @@ pub enum Observation<'a> {
         /// Index of the instance that is to serve it.
         instance: u16,
         body: &'a LegBody,
+        /// What the router expects of its prefix cache.
+        expected: PrefixEstimate,
     },
     /// An engine took a leg in.
     LegTaken {

@@ -27,6 +27,7 @@ closed_list! {
         Fair "I19" "I19-fair" "until the first fault, flows from a rank to a peer that all have work get equal shares"
         PayloadsArrive "I20" "I20-payloads-arrive" "a payload arrives as it was put, and one that does not come has a cause"
         LegChoices "I21" "I21-leg-choices" "until the first fault no leg passes by an idle instance, nor among idle ones who was given more of its prompt"
+        PrefixEstimates "I22" "I22-prefix-estimates" "what the router expects to hit was given to the instance in its present life, and until the first fault it hits"
         EveryRequestEnds "L1" "L1-every-request-ends" "every request ends within the bound after the last fault, and who waits for a payload in vain is told so"
         Heals "L2" "L2-heals" "after the faults new requests take the fast path again, and payloads arrive"
         NoLivelock "L3" "L3-no-livelock" "retries and reconnects stay within their limits while nothing progresses; where a \

@@ -358,6 +358,33 @@ fn known_prefix_wins_until_load_outweighs_it() {
 }
 
 #[test]
+fn instance_in_its_next_life_is_not_preferred_for_a_prefix() {
+    for restarts in [false, true] {
+        let mut world = world(2, 1);
+        let shared = || RoutedPrompt { tokens: 2100, prefix: (0..4).collect() };
+        let prefill_of =
+            |world: &RouterWorld, client| engine_of(world, world.legs(client, Role::Prefill)[0]);
+        let first = world.request(vec![shared()], 1);
+        let home = prefill_of(&world, first);
+        for role in [Role::Prefill, Role::Decode] {
+            world.done(world.legs(first, role)[0]);
+        }
+        if restarts {
+            world.register(registration(&home, 9, 1, Mode::Push));
+        }
+        // Work for both, of which that at the other one ends.
+        for _ in 0..2 {
+            let client = world.request(vec![prompt(100)], 1);
+            if prefill_of(&world, client) != home {
+                world.done(world.legs(client, Role::Prefill)[0]);
+            }
+        }
+        let second = world.request(vec![shared()], 1);
+        assert_eq!(prefill_of(&world, second) == home, !restarts);
+    }
+}
+
+#[test]
 fn only_equal_modes_are_paired() {
     let mut world = RouterWorld::new(RouterConfig::default());
     world.register(registration("p0", 1, 1, Mode::Push));

@@ -130,7 +130,7 @@ impl Invariant for LegChoices {
             Observation::Faulted { .. } | Observation::Leg { event: LegEvent::Failed(_), .. } => {
                 self.is_over = true;
             }
-            Observation::Dispatched { leg, client, instance, body } => {
+            Observation::Dispatched { leg, client, instance, body, .. } => {
                 self.dispatched(now, (*leg, *client), (*instance, body));
             }
             Observation::Leg { event: LegEvent::FirstToken, .. } => {}

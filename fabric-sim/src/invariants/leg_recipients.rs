@@ -51,7 +51,7 @@ impl LegRecipients {
                     *roles = roles.split_off(&heard.incarnation);
                 }
             }
-            Observation::Dispatched { leg, client, instance, body } => {
+            Observation::Dispatched { leg, client, instance, body, .. } => {
                 let to = (*instance, body.role());
                 self.dispatched(now, *client, to);
                 self.legs.insert(*leg, to);

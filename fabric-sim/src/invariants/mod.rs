@@ -30,6 +30,7 @@ mod no_silent_success;
 mod one_outcome;
 mod payload_waits;
 mod payloads;
+mod prefix_estimates;
 mod real_tries;
 mod reclaim_bound;
 mod right_recipient;
@@ -257,6 +258,7 @@ fn make(id: InvariantId, run: &Run) -> Box<dyn Invariant> {
         InvariantId::Fair => Box::new(fair::FairShare::new(run)),
         InvariantId::PayloadsArrive => Box::new(payloads::PayloadsArrive::new(run)),
         InvariantId::LegChoices => Box::new(leg_choices::LegChoices::new(run)),
+        InvariantId::PrefixEstimates => Box::new(prefix_estimates::PrefixEstimates::new(run)),
         InvariantId::EveryRequestEnds => {
             Box::new(every_request_ends::EveryRequestEnds::new(limits, run))
         }

@@ -15,7 +15,7 @@ use kvferry_engine::core::message::{
     ServedModels,
 };
 use kvferry_engine::core::prompt_hash::PromptHash;
-use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent};
+use kvferry_engine::core::router::{ClientAnswer, LegBody, LegEvent, PrefixEstimate};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::{
     Completion, Direction, FabricError, Landed, OpId, Placement, QuiesceTicket, SessionId,
@@ -394,8 +394,21 @@ impl InvariantBench {
     }
 
     pub(super) fn dispatched(&mut self, client: u64, leg: u64, who: SimProcessId, body: &LegBody) {
-        let (leg, client) = (LegId(leg), ClientId(client));
-        self.see(Observation::Dispatched { leg, client, instance: who.instance, body });
+        self.dispatched_expecting((client, leg), who, body, 0);
+    }
+
+    /// A leg to the first life of an instance, of whose prompt so many tokens are expected to hit.
+    pub(super) fn dispatched_expecting(
+        &mut self,
+        (client, leg): (u64, u64),
+        who: SimProcessId,
+        body: &LegBody,
+        tokens: u32,
+    ) {
+        let (leg, client, instance) = (LegId(leg), ClientId(client), who.instance);
+        let incarnation = Incarnation(u64::from(who.incarnation));
+        let expected = PrefixEstimate { incarnation, tokens };
+        self.see(Observation::Dispatched { leg, client, instance, body, expected });
     }
 
     pub(super) fn leg_taken(&mut self, who: SimProcessId, leg: u64, name: &str) {

@@ -39,8 +39,8 @@ impl Simulation {
                 let input = RouterInput::Control(refused).into();
                 return Some(self.follows(slot, self.router_incarnation(), input, 0));
             }
-            RouterEffect::Dispatch { leg, client, engine, http, body, .. } => {
-                self.dispatch(self.world_leg(leg), client, &engine, &http, body);
+            RouterEffect::Dispatch { leg, client, engine, http, body, expected, .. } => {
+                self.dispatch(self.world_leg(leg), client, &engine, &http, (body, expected));
             }
             RouterEffect::Probe { probe, http, .. } => {
                 let answers = self.answers_http(&http);

@@ -4,7 +4,9 @@ use super::event::SimEnvelope;
 use super::{LOCAL, Simulation};
 use crate::observation::{Observation, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, EngineId, LegId, RequestId, Role};
-use kvferry_engine::core::router::{LegBody, LegEvent, LegFailure, RouterInput, ServerLoad};
+use kvferry_engine::core::router::{
+    LegBody, LegEvent, LegFailure, PrefixEstimate, RouterInput, ServerLoad,
+};
 use kvferry_engine::core::time::Nanos;
 use kvferry_engine::fabric::Endpoint;
 use kvferry_scenarios::Run;
@@ -77,13 +79,13 @@ impl Simulation {
         client: ClientId,
         engine: &EngineId,
         http: &Endpoint,
-        body: LegBody,
+        (body, expected): (LegBody, PrefixEstimate),
     ) {
         let Some(instance) = self.legs.endpoints.get(&*http.0).copied() else {
             debug_assert!(false, "{engine} registered with an address that nobody has: {http}");
             return;
         };
-        let seen = Observation::Dispatched { leg, client, instance, body: &body };
+        let seen = Observation::Dispatched { leg, client, instance, body: &body, expected };
         self.observer.observe(self.now, &seen);
         let fate = self.observer.leg_sent(self.now, instance, client, leg, &body);
         let at = self.now + self.leg_latency(leg, 0) + fate.delay;
@@ -173,10 +175,6 @@ impl Simulation {
             None => {}
         }
         self.engine_input(instance, input);
-        let Some(process) = &self.instances[instance as usize].process else { return };
-        if let Some(request) = process.engine.as_ref().and_then(|engine| engine.request_of(leg)) {
-            self.observer.observe(self.now, &Observation::LegTaken { who, leg, request });
-        }
     }
 
     /// An engine says something about a leg.

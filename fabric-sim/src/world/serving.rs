@@ -24,11 +24,20 @@ const NOISE: u64 = kind("noise");
 impl Simulation {
     /// Gives an engine an input and does what it wants.
     pub(super) fn engine_input(&mut self, instance: u16, input: EngineInput) {
-        let now = self.now;
+        let (who, now) = (self.who(instance), self.now);
         let Some(process) = &mut self.instances[instance as usize].process else { return };
         let Some(engine) = &mut process.engine else { return };
+        let leg = match &input {
+            EngineInput::Leg { leg, .. } => Some(*leg),
+            _ => None,
+        };
         let mut out = std::mem::take(&mut process.out);
         engine.handle(now, input, &mut out);
+        if let Some(leg) = leg
+            && let Some(request) = engine.request_of(leg)
+        {
+            self.observer.observe(now, &Observation::LegTaken { who, leg, request });
+        }
         for effect in out.drain() {
             self.engine_effect(instance, effect);
         }
@@ -85,6 +94,9 @@ impl Simulation {
         for growth in &plan.grown {
             let mut blocks = vec![Vec::new(); usize::from(growth.group)];
             blocks.push(vec![growth.block]);
+            let (who, request) = (self.who(instance), &growth.request);
+            let seen = Observation::Taken { who, request, blocks: &blocks };
+            self.observer.observe(self.now, &seen);
             self.poison_blocks(instance, &blocks);
         }
         let (started, layers, next) = (self.now, 0, 0);

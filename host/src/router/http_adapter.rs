@@ -479,7 +479,7 @@ impl PlaneAdapter for HttpAdapter {
                 let events = perform_control(&mut self.plane, command);
                 out.extend(events.map(RouterInput::Control));
             }
-            RouterEffect::Dispatch { leg, client, engine, http, pair, body } => {
+            RouterEffect::Dispatch { leg, client, engine, http, pair, body, .. } => {
                 self.dispatch(LegDispatch { leg, client, engine, http, pair, body });
             }
             RouterEffect::CancelLeg { leg } => {

@@ -2,7 +2,9 @@
 
 use super::RouterTurn;
 use super::health::{FailureSeverity, of_instance, of_pair};
-use super::io::{InstancePair, LegBody, LegFailure, ProbeId, RouterConfig, RouterEffect};
+use super::io::{
+    InstancePair, LegBody, LegFailure, PrefixEstimate, ProbeId, RouterConfig, RouterEffect,
+};
 use super::load::ServerLoad;
 use super::pairing::{Choice, SelectionRequest};
 use super::registry::{InstanceId, RegisteredInstance, Registry};
@@ -33,6 +35,8 @@ pub(super) struct LegInFlight {
     pub(super) prefill: Option<InstanceId>,
     /// What it was charged to its instance.
     tokens: u64,
+    /// Tokens of its prompt that its instance probably has.
+    saved: u32,
     /// Legs that its instance had in flight when it was sent.
     ahead: u32,
     /// Of a decode leg that reads by MoRIIO, or between static instances: what is sent when the
@@ -42,9 +46,10 @@ pub(super) struct LegInFlight {
 
 impl LegInFlight {
     /// A prefill leg for a prompt of a client.
-    fn new((client, prompt): (ClientId, usize), instance_id: InstanceId, tokens: u64) -> Self {
+    fn new((client, prompt): (ClientId, usize), choice: Choice, tokens: u64) -> Self {
+        let Choice { instance_id, saved, .. } = choice;
         let (sample, prefill, ahead, held) = (None, None, 0, None);
-        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, ahead, held }
+        LegInFlight { client, prompt, sample, instance_id, prefill, tokens, saved, ahead, held }
     }
 }
 
@@ -171,7 +176,7 @@ impl LegDispatcher {
         let is_waiting = |sample: &&SampleState| sample.progress == SampleProgress::Waiting;
         let waiting = work.samples.iter().filter(is_waiting).count() as u32;
         let tokens = u64::from(work.prompt.tokens - prefill.saved).max(1);
-        let leg = LegInFlight::new((client, index), instance_id, tokens);
+        let leg = LegInFlight::new((client, index), prefill, tokens);
         let pair = self.pair(instance_id, first.instance_id);
         let incarnation =
             self.registry.get(instance_id).map(|prefill| prefill.registration.incarnation);
@@ -232,7 +237,7 @@ impl LegDispatcher {
             let body = LegBody::Decode { transfer, prompt, sample: nth, output, params: None };
             let computed = work.prompt.tokens - decode.saved;
             let tokens = (u64::from(computed) + u64::from(output)).max(1);
-            let leg = LegInFlight::new((client, index), decode.instance_id, tokens);
+            let leg = LegInFlight::new((client, index), decode, tokens);
             let leg = LegInFlight { sample: Some(sample), ..leg };
             let leg = self.assign(leg, &work.prompt.prefix);
             let pair = self.pair(decode.instance_id, decode.instance_id);
@@ -271,7 +276,7 @@ impl LegDispatcher {
         let leg = LegInFlight {
             sample: Some(sample),
             prefill: Some(prefill.instance_id),
-            ..LegInFlight::new((client, index), decode.instance_id, tokens)
+            ..LegInFlight::new((client, index), decode, tokens)
         };
         let leg = self.assign(leg, &work.prompt.prefix);
         self.registry.note_pair(prefill.instance_id, decode.instance_id);
@@ -306,9 +311,10 @@ impl LegDispatcher {
         let instance = self.registry.instance_mut(instance_id);
         leg.ahead = instance.sent_legs().saturating_sub(1) as u32;
         let registration = &instance.registration;
+        let expected = PrefixEstimate { incarnation: registration.incarnation, tokens: leg.saved };
         let (engine, http) = (registration.engine.clone(), registration.http.clone());
         let pair = Box::new(pair);
-        turn.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body });
+        turn.push(RouterEffect::Dispatch { leg: id, client, engine, http, pair, body, expected });
         self.counters.legs += 1;
     }
 

@@ -5,7 +5,7 @@ use super::load::ServerLoad;
 use crate::core::command::ControlCommand;
 use crate::core::dialect::moriio::address::ZmqAddress;
 use crate::core::error::Failure;
-use crate::core::ids::{ClientId, EngineId, LegId, number_id};
+use crate::core::ids::{ClientId, EngineId, Incarnation, LegId, number_id};
 use crate::core::layout::Mismatch;
 use crate::core::message::{
     DecodeLeg, FailedLeg, FinishReason, PrefillLeg, Registration, Role, ServedModels,
@@ -241,6 +241,8 @@ pub enum RouterEffect {
         pair: Box<InstancePair>,
         /// What to ask for.
         body: LegBody,
+        /// What the instance probably has of the prompt's KV.
+        expected: PrefixEstimate,
     },
     /// Ask an instance whether it answers; told by [`RouterInput::Probed`].
     Probe {
@@ -280,6 +282,16 @@ impl From<ControlCommand> for RouterEffect {
     fn from(command: ControlCommand) -> Self {
         RouterEffect::Control(command)
     }
+}
+
+/// What an instance probably has of a prompt's KV in its prefix cache: it was given prompts that begin
+/// alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PrefixEstimate {
+    /// The life of the instance in which it was given them.
+    pub incarnation: Incarnation,
+    /// Leading tokens of the prompt.
+    pub tokens: u32,
 }
 
 /// The two instances of a transfer.

@@ -50,7 +50,10 @@ pub(super) struct Choice {
 impl<'a> SelectionRequest<'a> {
     /// What `candidate` costs, without regard to a partner, and the choice that it would be.
     fn weigh(self, (id, instance): (InstanceId, &RegisteredInstance)) -> (LegCost, Choice) {
-        let hits = instance.prefixes.matched(&self.prompt.prefix) as u64;
+        let mut hits = instance.prefixes.matched(&self.prompt.prefix) as u64;
+        if planted!("a-hit-more-is-expected") && hits > 0 {
+            hits += 1;
+        }
         let saved = hits.saturating_mul(u64::from(self.config.prefix_tokens));
         let saved = saved.min(u64::from(self.prompt.tokens)) as u32;
         let bonus = i128::from(saved) * i128::from(self.config.affinity_percent);

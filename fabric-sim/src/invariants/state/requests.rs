@@ -105,7 +105,7 @@ impl TrackedRequests {
             Observation::Asked { client } => {
                 self.clients.insert(*client, TrackedClient::default());
             }
-            Observation::Dispatched { leg, client, instance, body } => {
+            Observation::Dispatched { leg, client, instance, body, .. } => {
                 let leg = TrackedLeg::new(*leg, *instance, body);
                 self.clients.entry(*client).or_default().legs.push(leg);
             }

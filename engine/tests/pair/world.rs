@@ -1,15 +1,17 @@
 //! A prefill and a decode engine with their transfer actors, joined by planes that move no bytes:
 //! just enough world to see what the machines say to each other and to their engines.
 
+mod counts;
 mod planes;
 mod setup;
 
+use counts::WorldCounts;
 pub(crate) use planes::{Damage, Moment, PlaneBytes, RankId};
 use setup::KvCache;
 pub(crate) use setup::{BLOCK, HASH, LAYERS, actor, caps, core_config, layers};
 
 use kvferry_engine::core::channel::ChannelConfig;
-use kvferry_engine::core::command::ControlCommand;
+use kvferry_engine::core::command::{ControlCommand, DataRefusal};
 use kvferry_engine::core::config::{CoreConfig, CoreSettings};
 use kvferry_engine::core::decode::{Decode, DecodeEffect, DecodeInput, VerifyCounters};
 use kvferry_engine::core::error::{Failure, PeerViolation};
@@ -75,6 +77,7 @@ pub(crate) struct PairWorld {
     /// Per rank: what is in flight; and of it, each operation.
     used: BTreeMap<(Role, u16), Credits>,
     credits: BTreeMap<(Role, u16, OpId), Credits>,
+    counts: WorldCounts,
     links: BTreeMap<LinkId, LinkId>,
     pub(crate) op_fate: OpScript,
     /// Microseconds that an operation takes beside what its rank has in flight.
@@ -221,6 +224,7 @@ impl PairWorld {
             refused: 0,
             used: BTreeMap::new(),
             credits: BTreeMap::new(),
+            counts: WorldCounts::default(),
             posted: BTreeMap::new(),
             moved: Vec::new(),
             prefill_said: Vec::new(),
@@ -361,12 +365,17 @@ impl PairWorld {
             (Speaker::Prefill, PairInput::Prefill(input)) => {
                 let Some(machine) = &mut self.prefill else { return };
                 let mut out = Outbox::new();
+                self.counts.prefill_hears(&input);
                 machine.handle(self.now, input, &mut out);
+                let gauges = machine.gauges();
                 for effect in out.take() {
                     match effect {
                         PrefillEffect::Control(command) => self.control(who, command),
                         PrefillEffect::Job(job) => self.job(Role::Prefill, job),
-                        PrefillEffect::Answer(answer) => self.prefill_said.push(answer),
+                        PrefillEffect::Answer(answer) => {
+                            self.counts.prefill_says(&answer);
+                            self.prefill_said.push(answer);
+                        }
                         PrefillEffect::Router(_) | PrefillEffect::Directory(_) => {}
                         PrefillEffect::Violation(violation) => self.violated(violation),
                         PrefillEffect::SpeaksMoriio { request } => panic!("{request} by MoRIIO"),
@@ -375,6 +384,7 @@ impl PairWorld {
                         }
                     }
                 }
+                self.counts.judge_prefill(gauges);
             }
             (Speaker::Decode, PairInput::Decode(input)) => {
                 let Some(machine) = &mut self.decode else { return };
@@ -408,23 +418,36 @@ impl PairWorld {
     }
 
     fn transfer(&mut self, role: Role, rank: u16, input: TransferInput) {
-        if let TransferInput::Data(DataEvent::Completed { op, .. }) = &input {
+        let of = (role, rank);
+        if let TransferInput::Refused(DataRefusal::Submit { .. }) = &input {
+            self.counts.refusal_heard(of);
+        }
+        if let TransferInput::Data(DataEvent::Completed { op, outcome }) = &input {
             // It failed when its session was closed.
             let Some(less) = self.credits.remove(&(role, rank, *op)) else { return };
+            if *outcome == Completion::Done {
+                self.counts.completed(of, less.bytes);
+            }
             self.used.entry((role, rank)).or_default().remove(&less);
             for ops in self.flying.values_mut() {
                 ops.retain(|other| other != op);
             }
         }
-        let Some(machine) = self.ranks.get_mut(&(role, rank)) else { return };
+        let Some(machine) = self.ranks.get_mut(&of) else { return };
         let mut out = Outbox::new();
         machine.handle(self.now, input, &mut out);
+        let gauges = machine.gauges();
         for effect in out.take() {
             match effect {
                 TransferEffect::Data(command) => self.data(role, rank, command),
-                TransferEffect::Report(report) => self.report(role, rank, report),
+                TransferEffect::Report(report) => {
+                    self.counts.reported(of, &report);
+                    self.report(role, rank, report);
+                }
             }
         }
+        let in_flight = self.credits.keys().filter(|(role, rank, _)| (*role, *rank) == of).count();
+        self.counts.judge_rank(of, in_flight, gauges);
         self.answer_tickets();
     }
 

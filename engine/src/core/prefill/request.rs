@@ -226,7 +226,9 @@ impl Prefill {
         };
         assert!(request.finished.is_none(), "{id} was preempted after it finished");
         let old = std::mem::replace(&mut request.source, source);
-        self.held -= request.blocks_held();
+        if !planted!("preempted-blocks-stay-counted") {
+            self.held -= request.blocks_held();
+        }
         request.blocks.clear();
         request.lost = request.lost.max(std::mem::take(&mut request.scheduled));
         let mentioned = std::mem::take(&mut request.mentioned);

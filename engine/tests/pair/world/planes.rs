@@ -125,6 +125,7 @@ impl PairWorld {
                 let flying = self.flying.entry((role, rank, session)).or_default();
                 if flying.len() >= self.credit {
                     self.refused += 1;
+                    self.counts.refused((role, rank));
                     let refused = DataRefusal::Submit { op, why: Refused::Busy };
                     let input = PairInput::Transfer(TransferInput::Refused(refused));
                     return self.after(0, Speaker::Rank(role, rank), input);

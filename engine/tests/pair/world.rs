@@ -446,7 +446,7 @@ impl PairWorld {
                 }
             }
         }
-        let in_flight = self.credits.keys().filter(|(role, rank, _)| (*role, *rank) == of).count();
+        let in_flight = self.used.get(&of).map_or(0, |used| used.operations);
         self.counts.judge_rank(of, in_flight, gauges);
         self.answer_tickets();
     }

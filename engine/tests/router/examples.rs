@@ -5,7 +5,7 @@ use crate::world::{RouterWorld, prompt, registration};
 use kvferry_engine::core::command::ControlCommand;
 use kvferry_engine::core::dialect::native::{self, Frame};
 use kvferry_engine::core::error::Failure;
-use kvferry_engine::core::ids::{Incarnation, LegId, TransferKey};
+use kvferry_engine::core::ids::{ClientId, Incarnation, LegId, TransferKey};
 use kvferry_engine::core::message::{FinishReason, Mode, Role};
 use kvferry_engine::core::router::{
     ClientAnswer, InstanceState, LeaveReason, LegEvent, LegFailure, RejectReason, RoutedPrompt,
@@ -338,19 +338,33 @@ fn a_prefill_hears_nothing_of_what_was_fetched() {
     assert_eq!(abandoned(&world), []);
 }
 
-#[test]
-fn known_prefix_wins_until_load_outweighs_it() {
-    let mut world = world(2, 2);
-    let shared = |tokens| RoutedPrompt { tokens, prefix: (0..4).collect() };
-    let first = world.request(vec![shared(2100)], 1);
-    let home = engine_of(&world, world.legs(first, Role::Prefill)[0]);
+/// A prompt of which all but 52 tokens are known where it was served.
+fn shared() -> RoutedPrompt {
+    RoutedPrompt { tokens: 2100, prefix: (0..4).collect() }
+}
+
+fn prefill_of(world: &RouterWorld, client: ClientId) -> String {
+    engine_of(world, world.legs(client, Role::Prefill)[0])
+}
+
+/// Serves the shared prompt; says at which prefill.
+fn serve_shared(world: &mut RouterWorld) -> String {
+    let first = world.request(vec![shared()], 1);
+    let home = prefill_of(world, first);
     for leg in [Role::Prefill, Role::Decode].map(|role| world.legs(first, role)[0]) {
         world.done(leg);
     }
+    home
+}
+
+#[test]
+fn known_prefix_wins_until_load_outweighs_it() {
+    let mut world = world(2, 2);
+    let home = serve_shared(&mut world);
     let mut homes = Vec::new();
     for _ in 0..60 {
-        let client = world.request(vec![shared(2100)], 1);
-        homes.push(engine_of(&world, world.legs(client, Role::Prefill)[0]) == home);
+        let client = world.request(vec![shared()], 1);
+        homes.push(prefill_of(&world, client) == home);
     }
     // 52 tokens are left to compute each time, so 2048 saved ones outweigh 39 requests.
     assert!(homes[..39].iter().all(|home| *home), "{homes:?}");
@@ -361,14 +375,7 @@ fn known_prefix_wins_until_load_outweighs_it() {
 fn instance_in_its_next_life_is_not_preferred_for_a_prefix() {
     for restarts in [false, true] {
         let mut world = world(2, 1);
-        let shared = || RoutedPrompt { tokens: 2100, prefix: (0..4).collect() };
-        let prefill_of =
-            |world: &RouterWorld, client| engine_of(world, world.legs(client, Role::Prefill)[0]);
-        let first = world.request(vec![shared()], 1);
-        let home = prefill_of(&world, first);
-        for role in [Role::Prefill, Role::Decode] {
-            world.done(world.legs(first, role)[0]);
-        }
+        let home = serve_shared(&mut world);
         if restarts {
             world.register(registration(&home, 9, 1, Mode::Push));
         }

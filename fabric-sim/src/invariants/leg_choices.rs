@@ -1,7 +1,7 @@
 //! I21: until the first fault no leg passes by an idle instance, nor among idle ones who was given more
 //! of its prompt.
 
-use super::{CheckContext, Invariant, models};
+use super::{CheckContext, Invariant, leading, models};
 use crate::observation::{Observation, ObservationKind};
 use kvferry_engine::core::ids::{ClientId, LegId};
 use kvferry_engine::core::message::Role;
@@ -60,8 +60,7 @@ impl LegChoices {
 
     /// Number of leading hashes of a prompt that an instance was given before.
     fn known(&self, instance: u16, prefix: &[u64]) -> usize {
-        let given = self.given.get(&instance);
-        prefix.iter().take_while(|hash| given.is_some_and(|them| them.contains(hash))).count()
+        leading(prefix, self.given.get(&instance))
     }
 
     fn has_work(&self, instance: u16) -> bool {

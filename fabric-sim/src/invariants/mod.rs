@@ -210,6 +210,11 @@ pub(crate) fn takes_few(one: &InstanceSettings) -> bool {
     core.requests_max.min(core.receivers_max) < CoreSettings::default().requests_max
 }
 
+/// Number of leading hashes of a prompt that are in a set; zero without one.
+fn leading(prefix: &[u64], among: Option<&BTreeSet<u64>>) -> usize {
+    prefix.iter().take_while(|hash| among.is_some_and(|them| them.contains(hash))).count()
+}
+
 /// The models that requests name, by client; none for requests of the simulator's own.
 pub(crate) fn models(run: &Run) -> Vec<Option<Arc<str>>> {
     run.requests.iter().map(|request| request.model.clone()).collect()

@@ -1,13 +1,12 @@
 //! I22: what the router expects of a prefix cache was given to the instance in its present life, and until
 //! the first fault it hits.
 
-use super::{CheckContext, Invariant};
+use super::{CheckContext, Invariant, leading};
 use crate::observation::{Observation, ObservationKind, SimProcessId};
 use kvferry_engine::core::ids::{ClientId, Incarnation, LegId, RequestId};
 use kvferry_engine::core::layout::GroupKind;
 use kvferry_engine::core::message::DecodeHook;
 use kvferry_engine::core::router::{LegBody, LegEvent, PrefixEstimate};
-use kvferry_scenarios::geometry::geometry;
 use kvferry_scenarios::run::{Run, WorkloadPrompt};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,11 +22,11 @@ pub(super) struct PrefixEstimates {
     knows_all: bool,
     /// Tokens of a hash for the router, and in prompts.
     run_tokens: (u32, u32),
-    /// By client and index.
+    /// Prompts by client and index.
     prompts: Vec<Vec<WorkloadPrompt>>,
     /// Hashes of prompts that lives of instances were given.
     given: BTreeMap<(u16, Incarnation), BTreeSet<u64>>,
-    /// By instance.
+    /// Caches by instance.
     caches: Vec<PrefixCache>,
     /// Legs that have not ended.
     legs: BTreeMap<LegId, EstimatedLeg>,
@@ -35,7 +34,7 @@ pub(super) struct PrefixEstimates {
     requests: BTreeMap<(u16, RequestId), LegId>,
 }
 
-/// What the cache of an instance has to have.
+/// Content that the cache of an instance has to have.
 #[derive(Debug, Default)]
 struct PrefixCache {
     /// Tokens of which a hit is a multiple; zero where hits are not judged.
@@ -48,7 +47,7 @@ struct PrefixCache {
 #[derive(Debug)]
 struct EstimatedLeg {
     instance: u16,
-    /// What the engine calls it.
+    /// Name that the engine gave it.
     request: Option<RequestId>,
     place: (ClientId, u32),
     /// Tokens that are expected.
@@ -70,22 +69,13 @@ fn prompt_at(
     prompts.get(client.0 as usize)?.get(prompt as usize)
 }
 
-/// Number of leading hashes of a prompt that are in a set.
-fn leading(prompt: &WorkloadPrompt, among: Option<&BTreeSet<u64>>) -> usize {
-    prompt.prefix.iter().take_while(|hash| among.is_some_and(|them| them.contains(hash))).count()
-}
-
 impl PrefixEstimates {
     pub(super) fn new(run: &Run) -> PrefixEstimates {
         let prompts: Vec<_> = run.requests.iter().map(|request| request.prompts.clone()).collect();
         let hashes: usize = prompts.iter().flatten().map(|prompt| prompt.prefix.len()).sum();
         let is_full = run.model.groups.iter().all(|group| group.kind == GroupKind::Full);
-        let align = |one| {
-            let groups = geometry(&run.model, one).groups;
-            groups.iter().map(|group| group.block_tokens).max().unwrap_or(0)
-        };
         let caches = run.instances.iter().map(|one| PrefixCache {
-            align: if is_full && one.prefix_cache { align(one) } else { 0 },
+            align: if is_full && one.prefix_cache { one.block_tokens } else { 0 },
             ..PrefixCache::default()
         });
         PrefixEstimates {
@@ -112,9 +102,9 @@ impl PrefixEstimates {
         let life = (instance, incarnation);
         let (mut most, mut hashes) = (0, 0);
         if let Some(prompt) = self.prompt(place) {
-            let known = leading(prompt, self.given.get(&life)) as u32;
+            let known = leading(&prompt.prefix, self.given.get(&life)) as u32;
             most = known.saturating_mul(self.run_tokens.0).min(prompt.tokens);
-            hashes = leading(prompt, Some(&self.caches[usize::from(instance)].hashes));
+            hashes = leading(&prompt.prefix, Some(&self.caches[usize::from(instance)].hashes));
             let given = prompt.prefix.clone();
             self.given.entry(life).or_default().extend(given.iter());
         }
@@ -135,7 +125,7 @@ impl PrefixEstimates {
         }
     }
 
-    /// An engine has so many tokens of a request's prompt.
+    /// Judges how many tokens of a leg's prompt an engine had, once for each leg.
     fn hit(&mut self, now: CheckContext<'_>, leg: LegId, hit: u32) {
         let Some(of) = self.legs.get_mut(&leg) else { return };
         if !std::mem::take(&mut of.is_open) {
@@ -144,9 +134,10 @@ impl PrefixEstimates {
         let EstimatedLeg { instance, place, tokens, hashes, .. } = *of;
         let cache = &self.caches[usize::from(instance)];
         let Some(prompt) = self.prompt(place).filter(|_| cache.align > 0) else { return };
-        let kept = leading(prompt, Some(&cache.hashes)).min(hashes) as u32;
+        let kept = leading(&prompt.prefix, Some(&cache.hashes)).min(hashes) as u32;
         // The last token is computed in any case.
-        let kept = kept.saturating_mul(self.run_tokens.1).min(tokens).min(prompt.tokens - 1);
+        let most = tokens.min(prompt.tokens.saturating_sub(1));
+        let kept = kept.saturating_mul(self.run_tokens.1).min(most);
         let due = kept - kept % cache.align;
         if hit < due {
             let name = now.name(instance);
@@ -159,7 +150,7 @@ impl PrefixEstimates {
         }
     }
 
-    /// The first that is seen of a request but that it came tells what it hit.
+    /// Takes the first news of a request for what it hit.
     fn hit_of(
         &mut self,
         now: CheckContext<'_>,
@@ -175,6 +166,9 @@ impl PrefixEstimates {
         let taker = self.requests.get(&(who.instance, request.clone())).copied();
         let place = taker.and_then(|leg| self.legs.get(&leg)).map(|leg| leg.place);
         let cache = &mut self.caches[usize::from(who.instance)];
+        if cache.align == 0 {
+            return;
+        }
         let all = (0..).zip(blocks).flat_map(|(group, ids)| ids.iter().map(move |id| (group, *id)));
         let mut is_again = false;
         for block in all {

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,18 +155,22 @@ def managed(pipeline, *ranks: int) -> list[Any]:
     return made
 
 
+def fill(put: Callable[..., Any]) -> list[str]:
+    """Puts until there is no room; says under which keys."""
+    filled: list[str] = []
+    while put("0", "1", f"fill {len(filled)}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
+        filled.append(f"fill {len(filled)}")
+    return filled
+
+
 def transfer_while_full(here: Any, request: str) -> dict[str, int]:
     """There is no room when the manager tries first, and room when it tries again."""
     put_once, tries, filled = here.connector.put, [], []
 
-    def fill() -> None:
-        """Right before that try: what was put before may go until then."""
-        while put_once("0", "1", f"fill {len(filled)}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
-            filled.append(f"fill {len(filled)}")
-
     def counted(**given: Any) -> Any:
+        # Not sooner: what was put before may go until then.
         if not tries:
-            fill()
+            filled.extend(fill(put_once))
         done = put_once(**given)
         tries.append(done[0])
         if tries == [False]:
@@ -218,11 +223,8 @@ def test_a_single_get_with_metadata_is_enough(pipeline):
         assert receiver(poll, f"k{number}", ("0", "1"), metadata)[0] == [number]
 
 
-def fill(here: Any) -> None:
-    """Leaves no room."""
-    number = 0
-    while here.connector.put("0", "1", f"fill {number}", torch.zeros(1 << 20, dtype=torch.uint8))[0]:
-        number += 1
+def leave_no_room(here: Any) -> None:
+    fill(here.connector.put)
 
 
 def test_a_deployment_that_is_gone_leaves_nothing(pipeline):
@@ -234,7 +236,7 @@ def test_a_deployment_that_is_gone_leaves_nothing(pipeline):
         receiver(clean_up, "kv")
         receiver(abandon, "r_0_0")
         assert sender(put_chunk, "r", 0, ["left"])[0] and sender(put, "kv", b"left")[0]
-        sender(fill)
+        sender(leave_no_room)
         # The host is there for ten seconds more.
         for stage in (sender, receiver):
             stage.kill()

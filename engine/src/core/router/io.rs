@@ -241,7 +241,7 @@ pub enum RouterEffect {
         pair: Box<InstancePair>,
         /// What to ask for.
         body: LegBody,
-        /// What the instance probably has of the prompt's KV.
+        /// Part of the prompt whose KV the instance probably has.
         expected: PrefixEstimate,
     },
     /// Ask an instance whether it answers; told by [`RouterInput::Probed`].
@@ -284,13 +284,13 @@ impl From<ControlCommand> for RouterEffect {
     }
 }
 
-/// What an instance probably has of a prompt's KV in its prefix cache: it was given prompts that begin
-/// alike.
+/// Leading part of a prompt whose KV an instance probably has in its prefix cache, as it was given prompts
+/// that begin alike. The simulator compares it with what is hit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct PrefixEstimate {
     /// The life of the instance in which it was given them.
     pub incarnation: Incarnation,
-    /// Leading tokens of the prompt.
+    /// Tokens of that part.
     pub tokens: u32,
 }
 

@@ -1,4 +1,4 @@
-//! What the machines of a pair should count, from what they are told and say.
+//! Counts that the machines of a pair should have, from what they are told and say.
 
 use super::RankId;
 use kvferry_engine::core::ids::RequestId;
@@ -15,7 +15,7 @@ pub(super) struct WorldCounts {
     /// The request that has just arrived a second time.
     again: Option<RequestId>,
     /// Submissions that were refused, of which the ranks have not heard.
-    refused: BTreeMap<RankId, usize>,
+    refused: BTreeMap<RankId, u32>,
     moved: BTreeMap<RankId, BytesMoved>,
 }
 
@@ -23,7 +23,7 @@ pub(super) struct WorldCounts {
 #[derive(Debug, Default)]
 struct BytesMoved {
     completed: u64,
-    /// By flows that are done.
+    /// Bytes of flows that are done.
     reported: u64,
     /// A flow of it has failed, and its bytes are not reported.
     has_failed: bool,
@@ -94,9 +94,9 @@ impl WorldCounts {
 
     /// A rank has the operations that its plane has, and when it has no flow it has reported the bytes that
     /// its plane moved.
-    pub(super) fn judge_rank(&self, rank: RankId, in_flight: usize, gauges: Gauges) {
+    pub(super) fn judge_rank(&self, rank: RankId, in_flight: u32, gauges: Gauges) {
         let refused = self.refused.get(&rank).copied().unwrap_or_default();
-        assert_eq!(gauges.operations as usize, in_flight + refused, "operations of {rank:?}");
+        assert_eq!(gauges.operations, in_flight + refused, "operations of {rank:?}");
         let Some(moved) = self.moved.get(&rank).filter(|moved| !moved.has_failed) else { return };
         match gauges.transfers {
             0 => assert_eq!(moved.reported, moved.completed, "bytes of {rank:?}"),

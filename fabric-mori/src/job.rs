@@ -168,6 +168,11 @@ mod tests {
         let (job, bytes) = filled(&[(0, 7, long)], [long, long + 7]).expect("inside");
         assert_eq!(job.len, [RANGE_MAX, 5]);
         assert_eq!((job.local[1], job.remote[1], bytes), (RANGE_MAX, RANGE_MAX + 7, long));
+        let neighbours = [(0, 7, RANGE_MAX - 1), (RANGE_MAX - 1, RANGE_MAX + 6, 1)];
+        let after = (RANGE_MAX, RANGE_MAX + 7, 1);
+        let (job, _) =
+            filled(&[&neighbours[..], &[after]].concat(), [long, long + 7]).expect("inside");
+        assert_eq!(job.len, [RANGE_MAX, 1]);
     }
 
     #[test]

@@ -61,6 +61,11 @@ pub(crate) fn again_over_the_older_layout() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
+/// Whether it is neither MoRI itself that is tested nor the stand-in's older layout.
+pub(crate) fn is_newest_stand_in() -> bool {
+    std::env::var_os(WHICH).is_none()
+}
+
 /// Whether it is no stand-in that is tested.
 pub(crate) fn is_installed() -> bool {
     std::env::var(WHICH).is_ok_and(|which| which == "installed")

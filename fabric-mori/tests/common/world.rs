@@ -200,6 +200,11 @@ impl MoriTestWorld {
 
     pub(crate) fn register(&mut self, at: usize) -> RegionDesc {
         let memory = self.locals[at].memory();
+        self.register_memory(at, memory)
+    }
+
+    /// Registers memory that is not the plane's own.
+    pub(crate) fn register_memory(&mut self, at: usize, memory: Memory) -> RegionDesc {
         self.data(at).register(REGION, memory).expect("memory registers");
         self.seen[at].retain(|event| !matches!(event, DataEvent::Registered { .. }));
         self.until(at, "Registered", |event| match event {

@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod limits;
+mod long_ranges;
 mod mixed;
 
 use common::{apart, here, serve_if_child};

@@ -4,6 +4,8 @@ use kvferry::simulator::actors;
 use kvferry_scenarios::Scenario;
 use kvferry_sim::world::{self, SimOptions};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
@@ -37,15 +39,18 @@ fn compare(scenario: &Scenario, seed: u64) {
 
 #[test]
 fn every_scenario_file_gives_the_same_trace_through_cores_and_actors() {
-    let mut count = 0;
-    for path in
-        ["smoke", "faults", "known", "load", "regressions", "trace"].into_iter().flat_map(files)
-    {
-        let scenario = load(&path);
-        scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
-        count += 1;
-    }
-    assert!(count >= 100, "only {count} scenario files were found");
+    let folders = ["smoke", "faults", "known", "load", "regressions", "trace"];
+    let paths: Vec<PathBuf> = folders.into_iter().flat_map(files).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let scenario = load(path);
+            scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
+        }
+    };
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    thread::scope(|scope| (0..cores).for_each(|_| drop(scope.spawn(work))));
+    assert!(paths.len() >= 100, "only {} scenario files were found", paths.len());
 }
 
 #[test]

@@ -12,9 +12,6 @@ pub(super) const MEMORY: usize = 1 << 14;
 /// Rounds of [`DataFixture::advance`] after which an event is considered missing.
 pub(super) const PATIENCE: usize = 20_000_000;
 
-/// Rounds in which something that must not happen is waited for.
-const SUSPICION: usize = 2_000;
-
 /// Two data planes that can reach each other.
 pub trait DataFixture {
     /// Plane 0 or 1.
@@ -31,6 +28,11 @@ pub trait DataFixture {
 
     /// Lets the planes make some progress; called up to 20,000,000 times for one event.
     fn advance(&mut self);
+
+    /// Rounds of [`DataFixture::advance`] in which something that must not happen is waited for.
+    fn suspicion(&self) -> usize {
+        2_000
+    }
 
     /// The time that planes are polled with.
     fn now(&mut self) -> Nanos;
@@ -128,7 +130,7 @@ impl<'a> DataHarness<'a> {
 
     /// Waits for what must not come.
     pub(super) fn idle(&mut self) {
-        for _ in 0..SUSPICION {
+        for _ in 0..self.fixture.suspicion() {
             self.pump();
         }
     }

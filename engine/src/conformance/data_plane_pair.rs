@@ -11,7 +11,8 @@ use crate::fabric::{DataPlane, FenceScope, Memory};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// How long a round waits for news, every fourth time; else it only lets others run.
+/// How long a round waits for news, every fourth time, or every time if a plane is polled in another
+/// process; else it only lets others run.
 const ROUND: Duration = Duration::from_micros(20);
 
 /// Longest time for which others run on a machine that has nothing else to do.
@@ -91,7 +92,8 @@ impl DataFixture for DataPlanePair {
 
     fn advance(&mut self) {
         self.rounds += 1;
-        if self.rounds.is_multiple_of(4) || self.rounds < self.busy {
+        let is_far = matches!(self.second, SecondPlane::There(_));
+        if is_far || self.rounds.is_multiple_of(4) || self.rounds < self.busy {
             std::thread::park_timeout(ROUND);
             return;
         }
@@ -99,6 +101,14 @@ impl DataFixture for DataPlanePair {
         std::thread::yield_now();
         if start.elapsed() > OTHERS {
             self.busy = self.rounds + BUSY_ROUNDS;
+        }
+    }
+
+    fn suspicion(&self) -> usize {
+        match self.second {
+            SecondPlane::Here(_) => 2_000,
+            // A round takes as long as four.
+            SecondPlane::There(_) => 500,
         }
     }
 

@@ -1,11 +1,13 @@
 //! The actors do what the cores do: the same trace, whichever of the two is simulated.
 
+#[path = "planted/each.rs"]
+mod each;
+
+use each::each;
 use kvferry::simulator::actors;
 use kvferry_scenarios::Scenario;
 use kvferry_sim::world::{self, SimOptions};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
@@ -41,15 +43,10 @@ fn compare(scenario: &Scenario, seed: u64) {
 fn every_scenario_file_gives_the_same_trace_through_cores_and_actors() {
     let folders = ["smoke", "faults", "known", "load", "regressions", "trace"];
     let paths: Vec<PathBuf> = folders.into_iter().flat_map(files).collect();
-    let next = AtomicUsize::new(0);
-    let work = || {
-        while let Some(path) = paths.get(next.fetch_add(1, Ordering::Relaxed)) {
-            let scenario = load(path);
-            scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
-        }
-    };
-    let cores = thread::available_parallelism().map_or(1, usize::from);
-    thread::scope(|scope| (0..cores).for_each(|_| drop(scope.spawn(work))));
+    each(&paths, |path| {
+        let scenario = load(path);
+        scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
+    });
     assert!(paths.len() >= 100, "only {} scenario files were found", paths.len());
 }
 

@@ -11,8 +11,8 @@ use crate::fabric::{DataPlane, FenceScope, Memory};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-/// How long a round waits for news, every fourth time, or every time if a plane is polled in another
-/// process; else it only lets others run.
+/// Time for which a round waits for news: each one if a plane is polled in another process, else every
+/// fourth. The others only let others run.
 const ROUND: Duration = Duration::from_micros(20);
 
 /// Longest time for which others run on a machine that has nothing else to do.

@@ -21,7 +21,7 @@ pub(crate) fn has_ports() -> bool {
 /// Runs tests of this program again as on a machine with MoRI, which is the stand-in, and whose
 /// ports a command takes down and up, as often at least.
 pub(crate) fn again_with_a_port_command(tests: &str, calls_min: usize) {
-    if std::env::var_os(WHICH).is_some() {
+    if !is_newest_stand_in() {
         return;
     }
     let name = format!("kvferry-ports-{}", std::process::id());
@@ -53,7 +53,7 @@ const WHICH: &str = "KVFERRY_TEST_MORI";
 /// Runs all tests of this program again, over the stand-in's older layout: a process can have one
 /// only.
 pub(crate) fn again_over_the_older_layout() {
-    if std::env::var_os(WHICH).is_some() {
+    if !is_newest_stand_in() {
         return;
     }
     let mut again = Command::new(std::env::current_exe().expect("this program"));
@@ -61,7 +61,7 @@ pub(crate) fn again_over_the_older_layout() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
 }
 
-/// Whether it is neither MoRI itself that is tested nor the stand-in's older layout.
+/// True if neither MoRI itself is tested nor the stand-in's older layout.
 pub(crate) fn is_newest_stand_in() -> bool {
     std::env::var_os(WHICH).is_none()
 }

@@ -18,11 +18,16 @@ const RANGE_MAX: u64 = u32::MAX as u64;
 /// Bytes of each of the two files that a region is made of.
 const FILE: u64 = 2 << 20;
 
-/// Where the second file begins: 4 GiB.
+/// Offset of the second file in its region: 4 GiB.
 const TAIL: u64 = RANGE_MAX + 1;
 
-/// Where the bytes come from, and where they go, in their regions.
+/// Bytes of a region.
+const REGION_LEN: u64 = TAIL + FILE;
+
+/// Offset of the source in its region.
 const FROM: u64 = 3;
+
+/// Offset of the destination in its region.
 const TO: u64 = 4_101;
 
 /// A region of 4 GiB and one file: the first file over and over, and at its end the second one.
@@ -36,7 +41,7 @@ impl RepeatedMemory {
         let all = MapFlags::PRIVATE | MapFlags::NORESERVE;
         // SAFETY: New addresses.
         let start =
-            unsafe { mmap_anonymous(std::ptr::null_mut(), (TAIL + FILE) as usize, access, all) };
+            unsafe { mmap_anonymous(std::ptr::null_mut(), REGION_LEN as usize, access, all) };
         let memory = RepeatedMemory { start: start.expect("addresses of 4 GiB") };
         let [head, tail] = ["head", "tail"].map(file);
         for at in (0..=TAIL).step_by(FILE as usize) {
@@ -48,7 +53,7 @@ impl RepeatedMemory {
                 mmap(part, FILE as usize, access, fixed, file, 0).expect("a file is mapped");
             }
         }
-        for at in (0..FILE).chain(TAIL..TAIL + FILE) {
+        for at in (0..FILE).chain(TAIL..REGION_LEN) {
             // SAFETY: Inside the mapping, and not registered yet.
             unsafe { memory.start.byte_add(at as usize).cast::<u8>().write(byte(at)) };
         }
@@ -57,7 +62,7 @@ impl RepeatedMemory {
 
     fn memory(&self) -> Memory {
         // SAFETY: Mapped until the planes are dropped, and looked at when nothing lands.
-        Memory::Own(unsafe { OwnMemory::new(self.start as u64, TAIL + FILE) })
+        Memory::Own(unsafe { OwnMemory::new(self.start as u64, REGION_LEN) })
     }
 
     fn byte(&self, at: u64) -> u8 {
@@ -69,7 +74,7 @@ impl RepeatedMemory {
 impl Drop for RepeatedMemory {
     fn drop(&mut self) {
         // SAFETY: The mapping of `new`, which nothing refers to any more.
-        unsafe { munmap(self.start, (TAIL + FILE) as usize) }.expect("it was mapped");
+        unsafe { munmap(self.start, REGION_LEN as usize) }.expect("it was mapped");
     }
 }
 
@@ -111,7 +116,7 @@ fn range_above_the_longest_of_a_work_request_is_cut() {
     let batch = Submit { op, session, direction, local, remote, len: &[len] };
     world.data(0).submit(batch).expect("it is taken");
     assert_eq!(world.finish(op), Completion::Done);
-    for at in (0..FILE).chain(TAIL..TAIL + FILE) {
+    for at in (0..FILE).chain(TAIL..REGION_LEN) {
         let expected = if at < TO + len { sent(at + FILE - (TO - FROM)) } else { UNTOUCHED };
         assert_eq!(destination.byte(at), expected, "byte {at}");
     }

@@ -138,9 +138,9 @@ fn messages() -> Vec<Message> {
 fn notes() -> Vec<PayloadNote> {
     let stream = PayloadStream::new("0", "1", "r/@\u{e4}");
     let place = |key| ScopedKey { deployment: "a".into(), key };
-    let (number, bytes, generation) = (7, 1_611_713, 70_000);
+    let (number, bytes, generation, want) = (7, 1_611_713, 70_000, 300);
     let mut notes = vec![
-        PayloadNote::Want { place: place(stream.chunk(300)) },
+        PayloadNote::Want { place: place(stream.chunk(300)), want },
         PayloadNote::Unwant { place: place(stream.whole()) },
         PayloadNote::Done { number, got: true },
         PayloadNote::Offer {
@@ -149,8 +149,9 @@ fn notes() -> Vec<PayloadNote> {
             bytes,
             generation,
             is_chunk: true,
+            want,
         },
-        PayloadNote::Absent { place: place(stream.chunk(0)), has_stage: true },
+        PayloadNote::Absent { place: place(stream.chunk(0)), has_stage: true, want },
         PayloadNote::Settled { number },
     ];
     let failures = [
@@ -168,7 +169,7 @@ fn notes() -> Vec<PayloadNote> {
         PayloadFailure::Closed,
         PayloadFailure::Unknown("Later".into()),
     ];
-    let missing = |failure| PayloadNote::Missing { place: place(stream.chunk(0)), failure };
+    let missing = |failure| PayloadNote::Missing { place: place(stream.chunk(0)), failure, want };
     notes.extend(failures.map(missing));
     notes
 }

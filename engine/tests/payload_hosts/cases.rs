@@ -345,7 +345,8 @@ fn a_host_ends_no_stream_of_another() {
     let place = ScopedKey { deployment: "a".into(), key: chunk(1) };
     for (peer, is_its) in [(2, false), (0, true)] {
         let (place, failure) = (place.clone(), PayloadFailure::Ended);
-        let note = PayloadNote::Missing { place, failure };
+        let want = bench.cluster.last_wants[&prefill_name(peer)];
+        let note = PayloadNote::Missing { place, failure, want };
         let (peer, incarnation) = (prefill_name(peer), Incarnation(1));
         let told = DirectoryNews::Told { peer, incarnation, note };
         bench.cluster.payload(1, PayloadInput::DecodePeer(told));
@@ -498,8 +499,8 @@ fn what_has_no_room_in_the_pool_is_refused_with_both_sizes() {
     bench.want(1, TALKER, chunk(0));
     bench.pass(50);
     let place = ScopedKey { deployment: "a".into(), key: chunk(0) };
-    let bytes = 9 * PAGE;
-    let note = PayloadNote::Offer { place, number: 1, bytes, generation: 1, is_chunk: true };
+    let (bytes, want) = (9 * PAGE, bench.cluster.last_wants[&prefill_name(0)]);
+    let note = PayloadNote::Offer { place, number: 1, bytes, generation: 1, is_chunk: true, want };
     let told = DirectoryNews::Told { peer: prefill_name(0), incarnation: Incarnation(1), note };
     bench.cluster.payload(1, PayloadInput::DecodePeer(told));
     assert_eq!(bench.missing(), PayloadFailure::TooLong { bytes, pool: 8 * PAGE });

@@ -115,6 +115,8 @@ pub(crate) struct Cluster {
     pub(crate) moved: u64,
     /// What payload cores told other hosts, and had their decode cores fetch.
     pub(crate) notes: u64,
+    /// The want that each host was told last.
+    pub(crate) last_wants: BTreeMap<EngineId, u64>,
     pub(crate) fetches: u64,
 }
 
@@ -165,6 +167,7 @@ impl Cluster {
             damaged: 0,
             moved: 0,
             notes: 0,
+            last_wants: BTreeMap::new(),
             fetches: 0,
         };
         for host in 0..hosts {
@@ -293,8 +296,13 @@ impl Cluster {
         self.hosts[host].payload.handle(self.now, input, &mut out);
         for effect in out.take() {
             match &effect {
-                PayloadEffect::PrefillPeer(DirectoryCall::Tell { .. })
-                | PayloadEffect::DecodePeer(DirectoryCall::Tell { .. }) => self.notes += 1,
+                PayloadEffect::PrefillPeer(DirectoryCall::Tell { peer, note, .. })
+                | PayloadEffect::DecodePeer(DirectoryCall::Tell { peer, note, .. }) => {
+                    self.notes += 1;
+                    if let PayloadNote::Want { want, .. } = note {
+                        self.last_wants.insert(peer.clone(), *want);
+                    }
+                }
                 PayloadEffect::Decode(DecodeHook::Arrived { .. }) => self.fetches += 1,
                 _ => {}
             }

@@ -522,23 +522,25 @@ impl HostWorld {
             let put = self.puts.get_mut(stamp).expect("it was put");
             put.lost += u32::from(what % 8 == 4);
         }
+        let want = self.cluster.last_wants.values().next().copied().unwrap_or(0);
         let note = match what % 8 {
             0 => PayloadNote::Done { number, got: true },
             1 => PayloadNote::Done { number, got: false },
             2 => PayloadNote::Unwant { place },
-            3 => PayloadNote::Missing { place, failure: PayloadFailure::CleanedUp },
-            4 if to_source => PayloadNote::Want { place },
+            3 => PayloadNote::Missing { place, failure: PayloadFailure::CleanedUp, want },
+            4 if to_source => PayloadNote::Want { place, want },
             // One that says that somebody may put it is waited for.
-            4 => PayloadNote::Absent { place, has_stage: false },
+            4 => PayloadNote::Absent { place, has_stage: false, want },
             5 => PayloadNote::Offer {
                 place,
                 number,
                 bytes: number * 999,
                 generation: number,
                 is_chunk: what & 16 == 0,
+                want,
             },
             6 => PayloadNote::Settled { number },
-            _ => PayloadNote::Missing { place, failure: PayloadFailure::Ended },
+            _ => PayloadNote::Missing { place, failure: PayloadFailure::Ended, want },
         };
         let wrap = if to_source { PayloadInput::PrefillPeer } else { PayloadInput::DecodePeer };
         self.lies += 1;

@@ -22,9 +22,12 @@ pub(super) enum AskState {
     /// It is to be asked.
     #[default]
     Unasked,
-    Asked,
+    Asked {
+        want: u64,
+    },
     /// Nobody there has begun the stream; somebody may, perhaps one of the stage that is there.
     Absent {
+        want: u64,
         has_stage: bool,
     },
     /// There is no room, there for the question or here for the answer: it is asked again.
@@ -36,8 +39,6 @@ pub(super) enum AskState {
 #[derive(Debug, Default)]
 pub(super) struct AskedHost {
     pub(super) state: AskState,
-    /// True if it may know of the want: what it said may have crossed with that.
-    pub(super) is_told: bool,
     /// Times in a row that it was to be asked again.
     again: u32,
 }
@@ -53,9 +54,12 @@ pub(super) struct PayloadAsk {
 }
 
 impl AskState {
-    /// True if an answer may come.
-    pub(super) fn is_open(&self) -> bool {
-        matches!(self, AskState::Asked | AskState::Absent { .. })
+    /// The want that the host is to answer, if any.
+    pub(super) fn open_want(&self) -> Option<u64> {
+        match self {
+            AskState::Asked { want } | AskState::Absent { want, .. } => Some(*want),
+            AskState::Unasked | AskState::Full | AskState::Missing(_) => None,
+        }
     }
 }
 
@@ -88,19 +92,9 @@ impl PayloadCore {
         }
     }
 
-    /// Whether an answer of the host is due.
-    pub(super) fn is_asked(&self, host: &EngineId, place: &ScopedKey) -> bool {
-        let asked = self.asks.get(place).and_then(|ask| ask.hosts.get(host));
-        asked.is_some_and(|asked| asked.state.is_open())
-    }
-
-    /// A host offers something, and has to be asked anew for more; false if it was not asked.
-    pub(super) fn answered(&mut self, host: &EngineId, place: &ScopedKey) -> bool {
-        let is_asked = self.is_asked(host, place);
-        if let Some(asked) = self.asked_mut(host, place).filter(|_| is_asked) {
-            (asked.state, asked.is_told) = (AskState::Unasked, false);
-        }
-        is_asked
+    /// The want that the host is to answer, if any.
+    pub(super) fn open_want(&self, host: &EngineId, place: &ScopedKey) -> Option<u64> {
+        self.asks.get(place)?.hosts.get(host)?.state.open_want()
     }
 
     /// A host is asked again in a while, if it is asked at all.
@@ -146,10 +140,10 @@ impl PayloadCore {
     pub(super) fn want_untold(
         &mut self,
         host: &EngineId,
-        place: &ScopedKey,
+        (place, want): (&ScopedKey, u64),
         turn: &mut PayloadTurn<'_>,
     ) {
-        if self.is_asked(host, place) {
+        if self.open_want(host, place) == Some(want) {
             self.ask_later(host, place, turn);
         }
     }

@@ -171,11 +171,7 @@ impl PayloadCore {
         let Some(ask) = self.asks.get_mut(place) else { return };
         let asked = ask.hosts.remove(host);
         self.timers.cancel(&PayloadTimer::Ask(place.clone(), host.clone()));
-        let may_want = |asked: &AskedHost| match planted!("what-crosses-with-a-want-answers-it") {
-            true => asked.state.is_open(),
-            false => asked.is_told,
-        };
-        if asked.as_ref().is_some_and(may_want) {
+        if asked.as_ref().is_some_and(|asked| asked.state.open_want().is_some()) {
             self.tell_source(host, PayloadNote::Unwant { place: place.clone() }, turn);
         }
         if let Some(source) = self.sources.get_mut(host).filter(|_| asked.is_some()) {
@@ -193,18 +189,21 @@ impl PayloadCore {
             let what = "bytes in the names of a payload that is on another host";
             return self.fail_clients(place, &PayloadFailure::Overload(what.into()), turn);
         }
+        let want = self.fresh();
         let Some(ask) = self.asks.get_mut(place) else { return };
         let unasked = ask.hosts.iter_mut().filter(|(_, of)| of.state == AskState::Unasked);
         let mut asked = Vec::new();
         for (host, of) in unasked {
-            if self.sources.get(host).is_some_and(|source| source.state == HostState::Met) {
-                (of.state, of.is_told) = (AskState::Asked, true);
+            let is_met =
+                self.sources.get(host).is_some_and(|source| source.state == HostState::Met);
+            if is_met {
+                of.state = AskState::Asked { want };
             }
-            asked.push((host.clone(), of.state.clone()));
+            asked.push((host.clone(), is_met));
         }
-        for (host, state) in asked {
-            if state == AskState::Asked {
-                self.tell_source(&host, PayloadNote::Want { place: place.clone() }, turn);
+        for (host, is_met) in asked {
+            if is_met {
+                self.tell_source(&host, PayloadNote::Want { place: place.clone(), want }, turn);
             } else {
                 self.meet(&host, turn);
             }
@@ -284,8 +283,9 @@ impl PayloadCore {
         }
         for place in self.asks_of(host) {
             let asked = self.asks.get(&place).and_then(|ask| ask.hosts.get(host));
-            let is_asked =
-                asked.is_some_and(|asked| asked.state.is_open() || asked.state == AskState::Full);
+            let is_asked = asked.is_some_and(|asked| {
+                asked.state.open_want().is_some() || asked.state == AskState::Full
+            });
             if is_asked || self.comes_from(host, &place) {
                 let gone = PayloadFailure::PeerGone(host.0.clone());
                 self.set_ask(host, &place, AskState::Missing(gone));
@@ -351,20 +351,24 @@ impl PayloadCore {
     pub(super) fn source_lacks(
         &mut self,
         host: &EngineId,
-        place: &ScopedKey,
+        (place, want): (&ScopedKey, u64),
         said: Result<bool, PayloadFailure>,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if !self.is_asked(host, place) {
+        if self.open_want(host, place) != Some(want) {
             if let Err(PayloadFailure::Overload(_)) = said {
                 self.offer_is_void(host, place, turn);
             }
         } else {
             let state = match said {
                 Ok(_) if self.was_of_former(host, place) => {
+                    // The host waits for it, as for what may be put anew.
+                    if !planted!("a-host-waits-for-what-is-gone") {
+                        self.tell_source(host, PayloadNote::Unwant { place: place.clone() }, turn);
+                    }
                     AskState::Missing(PayloadFailure::PeerGone(host.0.clone()))
                 }
-                Ok(has_stage) => AskState::Absent { has_stage },
+                Ok(has_stage) => AskState::Absent { want, has_stage },
                 Err(PayloadFailure::Overload(_)) => return self.ask_later(host, place, turn),
                 Err(failure) => AskState::Missing(cut(&failure)),
             };
@@ -541,7 +545,7 @@ impl PayloadCore {
         }
         let is_here = self.stages.contains_key(&ScopedStage::that_puts(place));
         let open = |of: &AskedHost| {
-            matches!(of.state, AskState::Unasked | AskState::Asked | AskState::Full)
+            matches!(of.state, AskState::Unasked | AskState::Asked { .. } | AskState::Full)
         };
         let is_begun = self.lives.get(&place.stream()).is_some();
         if !planted!("any-host-ends-a-stream") && (is_begun || ask.hosts.values().any(open)) {
@@ -562,7 +566,8 @@ impl PayloadCore {
                 && !planted!("others-answer-for-who-forgot-a-stream");
             return Some(if is_forgotten { PayloadFailure::Expired } else { failure.clone() });
         }
-        let has_stage = |of: &AskedHost| of.state == AskState::Absent { has_stage: true };
+        let has_stage =
+            |of: &AskedHost| matches!(of.state, AskState::Absent { has_stage: true, .. });
         if is_here || ask.hosts.values().any(has_stage) {
             return None;
         }

@@ -1,6 +1,7 @@
 //! Payloads that come from other hosts: what is offered is pulled into a slot of the own pool, and is
 //! then handed out as if it had been put here. `directory` has whom to ask.
 
+use super::asks::AskState;
 use super::exchange::{CopyOrigin, PutOrigin};
 use super::io::{PayloadEffect, PayloadFailure, SlotId};
 use super::note::{DirectoryNews, PayloadNote, ScopedKey};
@@ -67,7 +68,7 @@ impl PayloadCore {
                 self.source_said((peer, incarnation), note, turn);
             }
             DirectoryNews::Untold { peer, note, .. } => match note {
-                PayloadNote::Want { place } => self.want_untold(&peer, &place, turn),
+                PayloadNote::Want { place, want } => self.want_untold(&peer, (&place, want), turn),
                 _ => self.done_untold(&peer, turn),
             },
         }
@@ -80,15 +81,15 @@ impl PayloadCore {
         turn: &mut PayloadTurn<'_>,
     ) {
         match note {
-            PayloadNote::Offer { place, number, bytes, generation, is_chunk } => {
+            PayloadNote::Offer { place, number, bytes, generation, is_chunk, want } => {
                 let origin = CopyOrigin { host: peer, incarnation, generation, is_chunk };
-                self.offered(place, origin, (number, bytes), turn);
+                self.offered((place, want), origin, (number, bytes), turn);
             }
-            PayloadNote::Missing { place, failure } => {
-                self.source_lacks(&peer, &place, Err(failure), turn);
+            PayloadNote::Missing { place, failure, want } => {
+                self.source_lacks(&peer, (&place, want), Err(failure), turn);
             }
-            PayloadNote::Absent { place, has_stage } => {
-                self.source_lacks(&peer, &place, Ok(has_stage), turn);
+            PayloadNote::Absent { place, has_stage, want } => {
+                self.source_lacks(&peer, (&place, want), Ok(has_stage), turn);
             }
             PayloadNote::Settled { number } => self.source_settled(&peer, number, turn),
             PayloadNote::Want { .. } | PayloadNote::Unwant { .. } | PayloadNote::Done { .. } => {
@@ -100,21 +101,30 @@ impl PayloadCore {
     /// Another host has a payload for this one.
     fn offered(
         &mut self,
-        place: ScopedKey,
+        (place, want): (ScopedKey, u64),
         origin: CopyOrigin,
         (number, bytes): (u64, u64),
         turn: &mut PayloadTurn<'_>,
     ) {
         let host = origin.host.clone();
+        let open = self.open_want(&host, &place);
+        let is_earlier = open.is_some_and(|open| open != want);
+        if is_earlier && !planted!("an-offer-answers-any-want") {
+            // The host answers the later want, too: by then it may have dropped what it offers here.
+            return;
+        }
         if !self.is_new_offer(&host, origin.incarnation, number) {
             // It was offered before the host knew that this is over, and what was asked is answered.
-            if self.is_done(&host, number) && self.is_asked(&host, &place) {
+            if self.is_done(&host, number) && open.is_some() {
                 self.ask_later(&host, &place, turn);
             }
             return;
         }
-        let is_asked = self.answered(&host, &place);
-        if self.fetching.contains_key(&place) || !is_asked {
+        if open.is_some() {
+            // For more it has to be asked anew.
+            self.set_ask(&host, &place, AskState::Unasked);
+        }
+        if self.fetching.contains_key(&place) || open.is_none() {
             return self.fetch_done(&host, origin.incarnation, (number, false), turn);
         }
         let checked =
@@ -250,8 +260,10 @@ impl PayloadCore {
             }
             FetchState::Reading(slot) => slot,
         };
-        // What was cancelled was handed to nobody, and somebody may want it again by now.
-        let got = failure.is_none() && self.is_waited(&place) && self.may_keep(&fetch, slot);
+        // Who wants by now what was cancelled may be a later request with its id.
+        let is_wanted = self.is_waited(&place)
+            && (!fetch.is_cancelled || planted!("what-was-cancelled-is-handed-out"));
+        let got = failure.is_none() && is_wanted && self.may_keep(&fetch, slot);
         if let Some(slot) = slot.filter(|_| !got) {
             self.let_go(slot, turn);
         }

@@ -47,7 +47,11 @@ impl ScopedKey {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum PayloadNote {
     /// Who gets: hand it over when it is there. An `Offer` or a `Missing` follows.
-    Want { place: ScopedKey },
+    Want {
+        place: ScopedKey,
+        /// Number of the want, which is repeated in what answers it.
+        want: u64,
+    },
     /// Who gets: it is not wanted any more. An offer may be on its way.
     Unwant { place: ScopedKey },
     /// Who gets: no byte of the offered payload is read any more. Repeated in every connection until
@@ -67,14 +71,17 @@ pub enum PayloadNote {
         generation: u64,
         /// True if it is a chunk of the stream that its key names.
         is_chunk: bool,
+        /// The latest want that it answers.
+        want: u64,
     },
     /// Who puts: it does not come.
-    Missing { place: ScopedKey, failure: PayloadFailure },
+    Missing { place: ScopedKey, failure: PayloadFailure, want: u64 },
     /// Who puts: nobody here has begun the stream. The want stays.
     Absent {
         place: ScopedKey,
         /// True if a process of the stage that puts it is there.
         has_stage: bool,
+        want: u64,
     },
     /// Who puts: heard of the `Done`.
     Settled { number: u64 },
@@ -89,11 +96,11 @@ impl PayloadNote {
     /// Bytes of its texts.
     pub fn text_len(&self) -> usize {
         match self {
-            PayloadNote::Want { place }
+            PayloadNote::Want { place, .. }
             | PayloadNote::Unwant { place }
             | PayloadNote::Offer { place, .. }
             | PayloadNote::Absent { place, .. } => place.text_len(),
-            PayloadNote::Missing { place, failure } => {
+            PayloadNote::Missing { place, failure, .. } => {
                 let text = match failure {
                     PayloadFailure::GivenUp(text)
                     | PayloadFailure::Overload(text)

@@ -17,7 +17,7 @@ use crate::core::ids::{EngineId, Incarnation, RequestId, StepId, TransferId, Tra
 use crate::core::layout::{BlockList, Geometry, KvGroup, LayerLayout};
 use crate::core::message::{Chunk, FinishReason, Mode, PrefillAnswer, PrefillHook, PrefillLeg};
 use crate::core::time::Nanos;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// A host that gets payloads, in one incarnation, as this one numbers it.
@@ -30,7 +30,8 @@ struct ReceivingHost {
     engine: EngineId,
     incarnation: Incarnation,
     is_up: bool,
-    wants: BTreeSet<ScopedKey>,
+    /// What it wants, and the number that it gave to that.
+    wants: BTreeMap<ScopedKey, u64>,
     /// Loans that it has.
     loans: u32,
     /// Bytes of the names of all these.
@@ -51,6 +52,8 @@ struct PayloadLoan {
     got: Option<bool>,
     /// The host does not say it any more: it has it if it has read it.
     is_lost: bool,
+    /// The want of the host that it answers.
+    want: u64,
 }
 
 /// What other hosts get here.
@@ -198,7 +201,7 @@ impl PayloadCore {
         self.source.last_host += 1;
         let host = PeerHost(self.source.last_host);
         self.source.by_name.insert(engine.clone(), host);
-        let (engine, wants) = (engine.clone(), BTreeSet::new());
+        let (engine, wants) = (engine.clone(), BTreeMap::new());
         let met = ReceivingHost { engine, incarnation, is_up: true, wants, loans: 0, named: 0 };
         self.source.hosts.insert(host, met);
         Some(host)
@@ -210,9 +213,8 @@ impl PayloadCore {
         let Some(parted) = self.source.hosts.get_mut(&host) else { return };
         parted.is_up = false;
         let has_loans = parted.loans > 0;
-        for place in std::mem::take(&mut parted.wants) {
-            self.source.unname(host, &place);
-            self.unwant(PayloadReceiver::Host(host), &place, turn);
+        for place in parted.wants.keys().cloned().collect::<Vec<_>>() {
+            self.unwanted(host, &place, turn);
         }
         if is_over && !planted!("a-restarted-host-keeps-its-loans") {
             self.receiver_lost(host, turn);
@@ -250,6 +252,15 @@ impl PayloadCore {
         self.timers.cancel(&PayloadTimer::Lost(host));
     }
 
+    /// A host does not wait for a payload any more.
+    fn unwanted(&mut self, host: PeerHost, place: &ScopedKey, turn: &mut PayloadTurn<'_>) {
+        let of = self.source.hosts.get_mut(&host);
+        if of.is_some_and(|of| of.wants.remove(place).is_some()) {
+            self.source.unname(host, place);
+            self.unwant(PayloadReceiver::Host(host), place, turn);
+        }
+    }
+
     fn tell_receiver(&self, host: PeerHost, note: PayloadNote, turn: &mut PayloadTurn<'_>) {
         if let Some(ReceivingHost { engine, incarnation, is_up: true, .. }) =
             self.source.hosts.get(&host)
@@ -268,11 +279,11 @@ impl PayloadCore {
         turn: &mut PayloadTurn<'_>,
     ) {
         let of = self.source.hosts.get_mut(&host);
-        if of.is_some_and(|of| of.wants.remove(place)) {
+        if let Some(want) = of.and_then(|of| of.wants.remove(place)) {
             self.source.unname(host, place);
+            let note = PayloadNote::Missing { place: place.clone(), failure: cut(why), want };
+            self.tell_receiver(host, note, turn);
         }
-        let note = PayloadNote::Missing { place: place.clone(), failure: cut(why) };
-        self.tell_receiver(host, note, turn);
         self.forget_receiver(host);
     }
 
@@ -284,10 +295,10 @@ impl PayloadCore {
     ) {
         let host = self.receiver(&peer, Some(incarnation));
         match note {
-            PayloadNote::Want { place } => {
+            PayloadNote::Want { place, want } => {
                 match self.admit_receiver((&peer, incarnation), &place, turn) {
                     Some(host) => {
-                        self.receiver_wants(host, place, turn);
+                        self.receiver_wants(host, (place, want), turn);
                         self.forget_receiver(host);
                     }
                     None => {
@@ -296,7 +307,7 @@ impl PayloadCore {
                             .over(&place)
                             .filter(|_| !planted!("what-never-comes-waits-for-a-place"));
                         let failure = over.map_or_else(full, |why| cut(&why));
-                        let note = PayloadNote::Missing { place, failure };
+                        let note = PayloadNote::Missing { place, failure, want };
                         turn.push(PayloadEffect::PrefillPeer(DirectoryCall::Tell {
                             peer,
                             incarnation,
@@ -307,12 +318,8 @@ impl PayloadCore {
             }
             PayloadNote::Unwant { place } => {
                 let Some(host) = host else { return };
-                let Some(of) = self.source.hosts.get_mut(&host) else { return };
-                if of.wants.remove(&place) {
-                    self.source.unname(host, &place);
-                    self.unwant(PayloadReceiver::Host(host), &place, turn);
-                    self.forget_receiver(host);
-                }
+                self.unwanted(host, &place, turn);
+                self.forget_receiver(host);
             }
             PayloadNote::Done { number, got } => {
                 let is_its = |loan: &PayloadLoan| {
@@ -364,15 +371,22 @@ impl PayloadCore {
         }
     }
 
-    fn receiver_wants(&mut self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
+    fn receiver_wants(
+        &mut self,
+        host: PeerHost,
+        (place, want): (ScopedKey, u64),
+        turn: &mut PayloadTurn<'_>,
+    ) {
         if let Some(number) = self.source.open.get(&(place.clone(), host)).copied() {
             if self.is_lent_yet(number) || planted!("what-was-withdrawn-is-offered-again") {
-                return self.lend_again(number, turn);
+                return self.lend_again(number, want, turn);
             }
             // Whoever asks now does not mean what was withdrawn since it was offered.
             self.loan_done(number, false, turn);
         }
-        if self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place)) {
+        let of = self.source.hosts.get_mut(&host);
+        if let Some(known) = of.and_then(|of| of.wants.get_mut(&place)) {
+            *known = want;
             return self.tell_absent(host, place, turn);
         }
         let full = self.full_of_wants(host, &place);
@@ -381,11 +395,12 @@ impl PayloadCore {
         let over = self.over(&place);
         let waits = overload.is_some() && planted!("what-never-comes-waits-for-a-place");
         if let Some(failure) = over.filter(|_| !waits).or(overload) {
-            return self.tell_missing(host, &place, &failure, turn);
+            let note = PayloadNote::Missing { place, failure: cut(&failure), want };
+            return self.tell_receiver(host, note, turn);
         }
         if let Some(of) = self.source.hosts.get_mut(&host) {
             of.named += place.text_len();
-            of.wants.insert(place.clone());
+            of.wants.insert(place.clone(), want);
         }
         self.await_payload(PayloadReceiver::Host(host), WantSource::Here, &place, turn);
         self.tell_absent(host, place, turn);
@@ -394,10 +409,11 @@ impl PayloadCore {
     /// Tells a host that waits if nobody here has begun the stream.
     fn tell_absent(&self, host: PeerHost, place: ScopedKey, turn: &mut PayloadTurn<'_>) {
         let is_put = self.payloads.get(&place).is_some_and(|payload| payload.origin.is_none());
-        let waits = self.source.hosts.get(&host).is_some_and(|of| of.wants.contains(&place));
-        if waits && !is_put && self.lives.get(&place.stream()).is_none() {
+        let want = self.source.hosts.get(&host).and_then(|of| of.wants.get(&place).copied());
+        let is_begun = is_put || self.lives.get(&place.stream()).is_some();
+        if let Some(want) = want.filter(|_| !is_begun) {
             let has_stage = self.stages.contains_key(&ScopedStage::that_puts(&place));
-            self.tell_receiver(host, PayloadNote::Absent { place, has_stage }, turn);
+            self.tell_receiver(host, PayloadNote::Absent { place, has_stage, want }, turn);
         }
     }
 
@@ -409,14 +425,13 @@ impl PayloadCore {
         place: ScopedKey,
         turn: &mut PayloadTurn<'_>,
     ) {
-        if let Some(of) = self.source.hosts.get_mut(&host) {
-            of.wants.remove(&place);
-            of.loans += 1;
-        }
+        let Some(of) = self.source.hosts.get_mut(&host) else { return };
+        let Some(want) = of.wants.remove(&place) else { return };
+        of.loans += 1;
         let is_chunk = self.payloads.get(&place).is_some_and(HeldPayload::was_put_as_chunk);
         let (got, is_lost) = (None, false);
         self.pull(
-            PayloadLoan { host, claim, place, is_chunk, is_pulled: true, got, is_lost },
+            PayloadLoan { host, claim, place, is_chunk, is_pulled: true, got, is_lost, want },
             turn,
         );
     }
@@ -430,8 +445,9 @@ impl PayloadCore {
     }
 
     /// The host that a payload was offered to asks again.
-    fn lend_again(&mut self, number: u64, turn: &mut PayloadTurn<'_>) {
-        let Some(loan) = self.source.loans.get(&number) else { return };
+    fn lend_again(&mut self, number: u64, want: u64, turn: &mut PayloadTurn<'_>) {
+        let Some(loan) = self.source.loans.get_mut(&number) else { return };
+        loan.want = want;
         if loan.is_pulled {
             return self.tell_offer(number, turn);
         }
@@ -466,8 +482,8 @@ impl PayloadCore {
         let Some(claim) = self.claims.get(&loan.claim) else { return };
         let (_, bytes) = self.slots.place(claim.slot);
         let (place, generation) = (loan.place.clone(), claim.generation);
-        let is_chunk = loan.is_chunk;
-        let note = PayloadNote::Offer { place, number, bytes, generation, is_chunk };
+        let PayloadLoan { is_chunk, want, .. } = *loan;
+        let note = PayloadNote::Offer { place, number, bytes, generation, is_chunk, want };
         self.tell_receiver(loan.host, note, turn);
     }
 
@@ -488,8 +504,8 @@ impl PayloadCore {
         if is_refused && !planted!("an-offer-that-is-void-stands") {
             let what = "payloads that other hosts pull here";
             let failure = PayloadFailure::Overload(what.into());
-            let (host, place) = (loan.host, loan.place.clone());
-            self.tell_receiver(host, PayloadNote::Missing { place, failure }, turn);
+            let (host, place, want) = (loan.host, loan.place.clone(), loan.want);
+            self.tell_receiver(host, PayloadNote::Missing { place, failure, want }, turn);
         }
         let Some(loan) = self.source.loans.get(&number) else { return };
         if unread && loan.got.is_none() {

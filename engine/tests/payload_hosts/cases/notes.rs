@@ -2,14 +2,19 @@
 
 use super::chunk;
 use crate::cluster::prefill_name;
-use kvferry_engine::core::ids::Incarnation;
-use kvferry_engine::core::message::DecodeHook;
+use kvferry_engine::core::ids::{Incarnation, RequestId};
+use kvferry_engine::core::message::{DecodeAnswer, DecodeHook};
 use kvferry_engine::core::payload::*;
 use kvferry_engine::core::{Machine, Nanos, Outbox};
+use std::collections::BTreeMap;
 
 const CLIENT: PayloadClient = PayloadClient(0);
 
-struct NoteBench(PayloadCore);
+struct NoteBench {
+    core: PayloadCore,
+    /// What host 1 was told last of each chunk that is wanted.
+    wants: BTreeMap<PayloadKey, u64>,
+}
 
 impl NoteBench {
     /// A core that knows of host 1, and has met it.
@@ -18,7 +23,7 @@ impl NoteBench {
         kvferry_engine::planted::plant_from_environment();
         let config = PayloadConfig::default();
         let core = PayloadCore::with_peers(config, prefill_name(0), Incarnation(1));
-        let mut bench = NoteBench(core);
+        let mut bench = NoteBench { core, wants: BTreeMap::new() };
         let other = PayloadHost { engine: prefill_name(1), control: "sim://other".into() };
         bench.tell(PayloadInput::Hosts(vec![other]));
         let (deployment, stage) = ("a".into(), "1".into());
@@ -28,8 +33,16 @@ impl NoteBench {
 
     fn tell(&mut self, input: PayloadInput) -> Vec<PayloadEffect> {
         let mut out = Outbox::new();
-        self.0.handle(Nanos::from_ms(1), input, &mut out);
-        out.take()
+        self.core.handle(Nanos::from_ms(1), input, &mut out);
+        let effects = out.take();
+        for effect in &effects {
+            if let PayloadEffect::DecodePeer(DirectoryCall::Tell { note, .. }) = effect
+                && let PayloadNote::Want { place, want } = note
+            {
+                self.wants.insert(place.key.clone(), *want);
+            }
+        }
+        effects
     }
 
     fn hook(&mut self, hook: PayloadHook) -> Vec<PayloadEffect> {
@@ -43,17 +56,34 @@ impl NoteBench {
 
     /// Host 1 offers a chunk; true if it is fetched.
     fn offered(&mut self, index: u64, number: u64) -> bool {
-        let effects = self.offer(index, number);
+        let effects = self.offer(index, number, self.want(index));
         let is_fetch = |effect: &PayloadEffect| {
             matches!(effect, PayloadEffect::Decode(DecodeHook::Arrived { .. }))
         };
         effects.iter().any(is_fetch)
     }
 
-    fn offer(&mut self, index: u64, number: u64) -> Vec<PayloadEffect> {
+    /// The want of a chunk that host 1 was told last.
+    fn want(&self, index: u64) -> u64 {
+        self.wants[&chunk(index)]
+    }
+
+    /// Host 1 offers a chunk that is wanted, and there is room for it; what fetches it.
+    fn fetch(&mut self, index: u64, number: u64) -> RequestId {
+        let offer = self.offer(index, number, self.want(index));
+        let fetch = offer.into_iter().find_map(|effect| match effect {
+            PayloadEffect::Decode(DecodeHook::Arrived { request, .. }) => Some(request),
+            _ => None,
+        });
+        let request = fetch.expect("it is fetched");
+        self.tell(PayloadInput::Decode(DecodeAnswer::Allocate { request: request.clone() }));
+        request
+    }
+
+    fn offer(&mut self, index: u64, number: u64, want: u64) -> Vec<PayloadEffect> {
         let place = ScopedKey { deployment: "a".into(), key: chunk(index) };
-        let note =
-            PayloadNote::Offer { place, number, bytes: 10, generation: number, is_chunk: true };
+        let (bytes, generation, is_chunk) = (10, number, true);
+        let note = PayloadNote::Offer { place, number, bytes, generation, is_chunk, want };
         let (peer, incarnation) = (prefill_name(1), Incarnation(1));
         let news = DirectoryNews::Told { peer, incarnation, note };
         self.tell(PayloadInput::DecodePeer(news))
@@ -66,6 +96,15 @@ fn answers(effects: Vec<PayloadEffect>) -> Vec<PayloadAnswer> {
         _ => None,
     };
     effects.into_iter().filter_map(answer).collect()
+}
+
+/// Words to host 1.
+fn notes(effects: Vec<PayloadEffect>) -> Vec<PayloadNote> {
+    let note = |effect| match effect {
+        PayloadEffect::DecodePeer(DirectoryCall::Tell { note, .. }) => Some(note),
+        _ => None,
+    };
+    effects.into_iter().filter_map(note).collect()
 }
 
 #[test]
@@ -109,5 +148,54 @@ fn what_is_answered_with_what_is_over_is_asked_again() {
     bench.hook(want);
     bench.met(1);
     assert!(!bench.offered(0, 1));
-    assert!(bench.0.deadline().is_some(), "it is asked again");
+    assert!(bench.core.deadline().is_some(), "it is asked again");
+}
+
+#[test]
+fn an_offer_for_a_want_that_was_withdrawn_is_not_fetched() {
+    let mut bench = NoteBench::new();
+    let want = PayloadHook::Want { key: chunk(0), producer: None };
+    bench.hook(want.clone());
+    bench.met(1);
+    let earlier = bench.want(0);
+    bench.hook(PayloadHook::Abandon { key: chunk(0) });
+    bench.hook(want);
+    bench.met(1);
+    assert_eq!(bench.offer(0, 1, earlier), [], "the host answers the later want, too");
+    assert!(bench.offered(0, 1));
+}
+
+#[test]
+fn a_payload_that_was_abandoned_while_it_came_is_handed_to_nobody() {
+    let mut bench = NoteBench::new();
+    let want = PayloadHook::Want { key: chunk(0), producer: None };
+    bench.hook(want.clone());
+    bench.met(1);
+    let request = bench.fetch(0, 1);
+    bench.hook(PayloadHook::Abandon { key: chunk(0) });
+    // A later request with the same id, for which other bytes may be put by now.
+    bench.hook(want);
+    let loaded = bench.tell(PayloadInput::Decode(DecodeAnswer::Loaded { request }));
+    assert_eq!(answers(loaded), []);
+    let done = PayloadNote::Done { number: 1, got: false };
+    assert_eq!(notes(bench.met(1)).first(), Some(&done));
+}
+
+#[test]
+fn a_host_that_began_anew_does_not_keep_the_want_of_what_it_lost() {
+    let mut bench = NoteBench::new();
+    bench.hook(PayloadHook::Want { key: chunk(0), producer: None });
+    bench.met(1);
+    let request = bench.fetch(0, 1);
+    bench.tell(PayloadInput::Decode(DecodeAnswer::Loaded { request }));
+    bench.met(2);
+    bench.hook(PayloadHook::WantFrom { key: chunk(1), host: prefill_name(1) });
+    bench.met(2);
+    let place = ScopedKey { deployment: "a".into(), key: chunk(1) };
+    let want = bench.want(1);
+    let note = PayloadNote::Absent { place: place.clone(), has_stage: true, want };
+    let (peer, incarnation) = (prefill_name(1), Incarnation(2));
+    let told =
+        bench.tell(PayloadInput::DecodePeer(DirectoryNews::Told { peer, incarnation, note }));
+    assert_eq!(notes(told), [PayloadNote::Unwant { place }]);
 }

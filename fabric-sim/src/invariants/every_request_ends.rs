@@ -41,6 +41,8 @@ struct HeldSources {
     /// Instances could not reach each other for a while: what a reader gave up then it releases
     /// when both meet again, which may be never.
     cut: bool,
+    /// A router died, and decode legs that it had not sent with it.
+    is_orphaned: bool,
 }
 
 impl HeldSources {
@@ -65,7 +67,8 @@ impl HeldSources {
     /// True if blocks are kept for a reader that is dead, or cut off for good from who keeps them,
     /// or may have given up while it was: it releases nothing, and nothing but time keeps it out.
     /// In push it is so for a request that has ended, as its decode had the prompt cached and died
-    /// before it could say so; `open` has the others.
+    /// before it could say so; `open` has the others. A prompt whose decode leg a router took with it when it died
+    /// has no reader.
     fn wait_for_lease(
         &self,
         now: CheckContext<'_>,
@@ -83,7 +86,10 @@ impl HeldSources {
                     Mode::Push => is_gone && !wanted.contains(&prompt.key),
                 }
             };
-            self.readers.get(&prompt.key).is_some_and(|readers| readers.iter().any(lost))
+            match self.readers.get(&prompt.key) {
+                Some(readers) => readers.iter().any(lost),
+                None => self.is_orphaned && !wanted.contains(&prompt.key),
+            }
         })
     }
 }
@@ -91,7 +97,7 @@ impl HeldSources {
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On
 /// top comes what a request may have to wait for by design: without a leg, for the pause before it
-/// is tried again and for an instance; for the lease of a reader that is gone for good;
+/// is tried again and for an instance; for the lease of a reader that is gone for good, or that a router which died did not name;
 /// for a prompt that ended so long ago that its name is forgotten; for an instance that drains and
 /// stands still. The file's own bound, `expect.within`, counts from the start.
 #[derive(Debug, Default)]
@@ -187,8 +193,9 @@ impl Invariant for EveryRequestEnds {
 
     fn observe(&mut self, now: CheckContext<'_>, seen: &Observation<'_>) {
         if let Observation::Faulted { kind, .. } = seen {
-            use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause};
+            use FaultKind::{HalfOpen, OneWayPermanent, Partition, Pause, RouterRestart};
             self.sources.cut |= matches!(kind, HalfOpen | OneWayPermanent | Partition | Pause);
+            self.sources.is_orphaned |= *kind == RouterRestart;
             return;
         }
         if let Observation::Payload { host, sight } = seen {
@@ -355,6 +362,18 @@ mod tests {
             bench.now = Nanos::from_secs(20);
             bench.see(Observation::Stepped { who: P0 });
             bench.judges(ended && lost, "has no answer, 1 legs are open");
+        }
+    }
+
+    #[test]
+    fn a_prompt_without_a_reader_is_waited_for_if_a_router_died() {
+        for (kind, held) in [(FaultKind::RouterRestart, true), (FaultKind::Crash, false)] {
+            let mut bench = bench();
+            prompt_arrives(&mut bench, "s", Mode::Pull);
+            bench.see(Observation::Faulted { kind, from: None, to: None });
+            bench.now = bench.now + Nanos::from_secs(20);
+            bench.see(Observation::Stepped { who: P0 });
+            bench.judges(held, "client 1 of 0.000000 s has no answer");
         }
     }
 

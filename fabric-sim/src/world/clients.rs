@@ -62,8 +62,9 @@ struct SimClient {
     end: Option<ClientOutcome>,
     /// The prefill and the decode that alone may serve it.
     pair: Option<(u16, u16)>,
-    /// When it was sent, of a probe.
+    /// When it was sent, of a probe, and the operations that had been posted until then.
     asked: Nanos,
+    posted_before: u64,
 }
 
 impl Clients {
@@ -199,6 +200,7 @@ impl Simulation {
             arrived: true,
             pair,
             asked: self.now,
+            posted_before: self.stats.all_posted(),
             ..SimClient::default()
         });
         self.clients.open += 1;
@@ -268,7 +270,8 @@ impl Simulation {
         let Some(state) = self.clients.states.get(client.0 as usize) else { return };
         if let (true, Some(pair)) = (fast, state.pair) {
             let took = self.now - state.asked;
-            self.pair_served(pair, took);
+            let operations = self.stats.all_posted() - state.posted_before;
+            self.pair_served(pair, took, operations);
         }
         let Some(state) = self.clients.states.get_mut(client.0 as usize) else { return };
         let end = match answer {

@@ -12,9 +12,11 @@ use kvferry_scenarios::run::{InstanceSettings, LivenessMode, Run};
 use std::collections::BTreeSet;
 
 /// What a request after the faults may take beside one in a fresh fleet, whose times are drawn
-/// anew: twice as long, and the jitter of a few messages more. Each pause of the protocol is longer.
-fn longest(fresh: Nanos, jitter: Nanos) -> Nanos {
-    fresh.scale(2, 1) + jitter.scale(16, 1)
+/// anew: twice as long, and the jitter of a few messages more. Each pause of the protocol is longer. In a pool that was
+/// used, blocks that are not side by side make more operations, each of which may take a round trip.
+fn longest(fresh: &PairProbe, operations: u64, jitter: Nanos) -> Nanos {
+    let more = operations.saturating_sub(fresh.operations);
+    fresh.took.scale(2, 1) + jitter.scale(16 + 2 * more, 1)
 }
 
 /// A request that was served by a pair of instances over the fast path after the faults.
@@ -24,6 +26,8 @@ pub struct PairProbe {
     pub(super) pair: [InstanceSettings; 2],
     /// From the request to its answer.
     pub(super) took: Nanos,
+    /// Operations that were posted meanwhile.
+    pub(super) operations: u64,
 }
 
 impl PairProbe {
@@ -37,10 +41,10 @@ pub type MachineAtRest = (String, InstanceMachine, Gauges);
 
 impl Simulation {
     /// A probe for one pair took the fast path.
-    pub(super) fn pair_served(&mut self, pair: (u16, u16), took: Nanos) {
+    pub(super) fn pair_served(&mut self, pair: (u16, u16), took: Nanos, operations: u64) {
         let spec = |at: u16| self.instances[usize::from(at)].spec.clone();
         let pair = [spec(pair.0), spec(pair.1)];
-        let probe = PairProbe { pair, took };
+        let probe = PairProbe { pair, took, operations };
         // Of several the last counts.
         self.pairs.retain(|known| known.names() != probe.names());
         self.pairs.push(probe);
@@ -140,7 +144,7 @@ fn slower(run: &Run, healed: &[PairProbe], fresh: &[PairProbe]) -> Vec<String> {
     let mut found = Vec::new();
     for probe in healed.iter().filter(|probe| !is_slow(probe)) {
         let Some(same) = fresh.iter().find(|same| same.names() == probe.names()) else { continue };
-        if probe.took > longest(same.took, jitter) {
+        if probe.took > longest(same, probe.operations, jitter) {
             let ([p, d], took, was) = (probe.names(), probe.took, same.took);
             found.push(format!(
                 "a request over {p} and {d} after the faults took {took}, and {was} in a fresh fleet"
@@ -206,13 +210,23 @@ mod tests {
         let run = drawn();
         let pairs = fresh(&run).pairs;
         let jitter = run.network.control_latency.max + run.network.latency.max;
-        for (more, is_slow) in [(Nanos::ZERO, false), (Nanos(1), true)] {
+        let operations = pairs[1].operations;
+        for (operations, more, is_slow) in [
+            (operations, Nanos::ZERO, false),
+            (operations, Nanos(1), true),
+            (operations + 1, jitter.scale(2, 1), false),
+            (operations + 1, jitter.scale(2, 1) + Nanos(1), true),
+        ] {
             let mut healed = pairs.clone();
-            healed[1].took = longest(pairs[1].took, jitter) + more;
+            healed[1].took = longest(&pairs[1], pairs[1].operations, jitter) + more;
+            healed[1].operations = operations;
             assert_eq!(slower(&run, &healed, &pairs).len(), usize::from(is_slow));
         }
         // A pause of the protocol is longer than what is allowed.
-        assert!(longest(pairs[0].took, jitter) < run.instances[0].protocol.channel.retransmit);
+        assert!(
+            longest(&pairs[0], pairs[0].operations, jitter)
+                < run.instances[0].protocol.channel.retransmit
+        );
     }
 
     #[test]

@@ -223,6 +223,8 @@ pub(super) struct RunStats {
     keys: BTreeMap<(u16, RequestId), TransferKey>,
     /// Nothing more is counted of requests and transfers.
     closed: bool,
+    /// Operations that were posted, those of probes included.
+    all_posted: u64,
     computed: BTreeMap<TransferKey, Nanos>,
     allocated: BTreeMap<(u16, RequestId), Nanos>,
 }
@@ -243,11 +245,16 @@ impl RunStats {
     }
 
     pub(super) fn posted(&mut self) {
+        self.all_posted += 1;
         self.operations.posted += u64::from(!self.closed);
     }
 
     pub(super) fn refused(&mut self) {
         self.operations.refused += u64::from(!self.closed);
+    }
+
+    pub(super) fn all_posted(&self) -> u64 {
+        self.all_posted
     }
 
     pub(super) fn completed(&mut self, outcome: &Completion) {

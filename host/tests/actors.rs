@@ -1,9 +1,6 @@
-//! The actors do what the cores do: the same trace, whichever of the two is simulated.
+//! The actors do what the cores do: the same trace, whichever of the two is simulated. `kvferry run --actors`,
+//! which `./test` calls, compares them in each scenario file.
 
-#[path = "planted/each.rs"]
-mod each;
-
-use each::each;
 use kvferry::simulator::actors;
 use kvferry_scenarios::Scenario;
 use kvferry_sim::world::{self, SimOptions};
@@ -11,17 +8,6 @@ use std::path::{Path, PathBuf};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../scenarios")
-}
-
-/// The scenario files of a folder, sorted.
-fn files(name: &str) -> Vec<PathBuf> {
-    let entries = std::fs::read_dir(folder().join(name)).expect("the folder is there");
-    let mut files: Vec<_> = entries
-        .map(|entry| entry.expect("an entry").path())
-        .filter(|path| path.extension().is_some_and(|end| end == "toml"))
-        .collect();
-    files.sort();
-    files
 }
 
 fn load(path: &Path) -> Scenario {
@@ -37,17 +23,6 @@ fn compare(scenario: &Scenario, seed: u64) {
     assert!(cores.events > 0, "{name}: nothing happened");
     assert_eq!(cores.trace_hash, actors.trace_hash, "{name} seed {seed}: the traces differ");
     assert_eq!(cores, actors, "{name} seed {seed}: the traces are equal, the reports are not");
-}
-
-#[test]
-fn every_scenario_file_gives_the_same_trace_through_cores_and_actors() {
-    let folders = ["smoke", "faults", "known", "load", "regressions", "trace"];
-    let paths: Vec<PathBuf> = folders.into_iter().flat_map(files).collect();
-    each(&paths, |path| {
-        let scenario = load(path);
-        scenario.seeds().take(2).for_each(|seed| compare(&scenario, seed));
-    });
-    assert!(paths.len() >= 100, "only {} scenario files were found", paths.len());
 }
 
 #[test]

@@ -20,8 +20,9 @@ pub(super) enum ClientOutcome {
     Unknown,
 }
 
-/// Requests of the world's own, sent one after another, at least.
-const PROBES: usize = 8;
+/// Requests of the world's own for which the router chooses, sent one after another, at least: the second one may
+/// meet what the first one left.
+const PROBES: usize = 2;
 
 /// Probes for each pair: the first may meet a queue pair that died while nobody used it, the last is
 /// as fast as in a fresh fleet.

@@ -2,10 +2,6 @@
 
 use kvferry_fuzz::TARGETS;
 
-/// Places at which each seed is cut and hit; of those whose runs have sockets, fewer.
-const PLACES: usize = 16;
-const PLACES_WITH_SOCKETS: usize = 2;
-
 #[test]
 fn seeds_are_survived() {
     for target in TARGETS {
@@ -18,9 +14,8 @@ fn seeds_are_survived() {
 #[test]
 fn cut_and_hit_seeds_are_survived() {
     for target in TARGETS {
-        let places = if target.name == "router" { PLACES_WITH_SOCKETS } else { PLACES };
         for seed in (target.seeds)() {
-            let step = seed.len() / places + 1;
+            let step = seed.len() / target.places + 1;
             for at in (0..seed.len()).step_by(step) {
                 (target.run)(&seed[..at]);
                 let mut hit = seed.clone();

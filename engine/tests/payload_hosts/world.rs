@@ -522,7 +522,8 @@ impl HostWorld {
             let put = self.puts.get_mut(stamp).expect("it was put");
             put.lost += u32::from(what % 8 == 4);
         }
-        let want = self.cluster.last_wants.values().next().copied().unwrap_or(0);
+        let told = self.liar.and_then(|liar| self.cluster.last_wants.get(&prefill_name(liar)));
+        let want = told.copied().unwrap_or(number);
         let note = match what % 8 {
             0 => PayloadNote::Done { number, got: true },
             1 => PayloadNote::Done { number, got: false },

@@ -97,7 +97,8 @@ impl HeldSources {
 /// Queues and long prompts take their time, so the bound (silence of a peer + fence + 1 s) counts
 /// from the last fault or from the last thing that went forward anywhere, whichever is later. On
 /// top comes what a request may have to wait for by design: without a leg, for the pause before it
-/// is tried again and for an instance; for the lease of a reader that is gone for good, or that a router which died did not name;
+/// is tried again and for an instance; for the lease of a reader that is gone for good, or
+/// that a router which died did not name;
 /// for a prompt that ended so long ago that its name is forgotten; for an instance that drains and
 /// stands still. The file's own bound, `expect.within`, counts from the start.
 #[derive(Debug, Default)]

@@ -30,7 +30,7 @@ struct ReceivingHost {
     engine: EngineId,
     incarnation: Incarnation,
     is_up: bool,
-    /// What it wants, and the number that it gave to that.
+    /// Numbers of its wants.
     wants: BTreeMap<ScopedKey, u64>,
     /// Loans that it has.
     loans: u32,

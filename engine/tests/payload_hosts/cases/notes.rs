@@ -12,7 +12,7 @@ const CLIENT: PayloadClient = PayloadClient(0);
 
 struct NoteBench {
     core: PayloadCore,
-    /// What host 1 was told last of each chunk that is wanted.
+    /// Numbers of the wants that host 1 was told last.
     wants: BTreeMap<PayloadKey, u64>,
 }
 
@@ -29,6 +29,15 @@ impl NoteBench {
         let (deployment, stage) = ("a".into(), "1".into());
         bench.hook(PayloadHook::Joined { deployment, stage });
         bench
+    }
+
+    /// A core whose client wants the first chunk, which host 1 was told; and the hook that wants it.
+    fn wanting() -> (NoteBench, PayloadHook) {
+        let (mut bench, want) =
+            (NoteBench::new(), PayloadHook::Want { key: chunk(0), producer: None });
+        bench.hook(want.clone());
+        bench.met(1);
+        (bench, want)
     }
 
     fn tell(&mut self, input: PayloadInput) -> Vec<PayloadEffect> {
@@ -137,10 +146,7 @@ fn what_was_asked_of_a_host_that_began_anew_is_gone() {
 
 #[test]
 fn what_is_answered_with_what_is_over_is_asked_again() {
-    let mut bench = NoteBench::new();
-    let want = PayloadHook::Want { key: chunk(0), producer: None };
-    bench.hook(want.clone());
-    bench.met(1);
+    let (mut bench, want) = NoteBench::wanting();
     // Nobody waits for it any more, so it is over as soon as it is offered.
     bench.hook(PayloadHook::Abandon { key: chunk(0) });
     assert!(!bench.offered(0, 1));
@@ -153,10 +159,7 @@ fn what_is_answered_with_what_is_over_is_asked_again() {
 
 #[test]
 fn an_offer_for_a_want_that_was_withdrawn_is_not_fetched() {
-    let mut bench = NoteBench::new();
-    let want = PayloadHook::Want { key: chunk(0), producer: None };
-    bench.hook(want.clone());
-    bench.met(1);
+    let (mut bench, want) = NoteBench::wanting();
     let earlier = bench.want(0);
     bench.hook(PayloadHook::Abandon { key: chunk(0) });
     bench.hook(want);
@@ -167,10 +170,7 @@ fn an_offer_for_a_want_that_was_withdrawn_is_not_fetched() {
 
 #[test]
 fn a_payload_that_was_abandoned_while_it_came_is_handed_to_nobody() {
-    let mut bench = NoteBench::new();
-    let want = PayloadHook::Want { key: chunk(0), producer: None };
-    bench.hook(want.clone());
-    bench.met(1);
+    let (mut bench, want) = NoteBench::wanting();
     let request = bench.fetch(0, 1);
     bench.hook(PayloadHook::Abandon { key: chunk(0) });
     // A later request with the same id, for which other bytes may be put by now.
@@ -183,9 +183,7 @@ fn a_payload_that_was_abandoned_while_it_came_is_handed_to_nobody() {
 
 #[test]
 fn a_host_that_began_anew_does_not_keep_the_want_of_what_it_lost() {
-    let mut bench = NoteBench::new();
-    bench.hook(PayloadHook::Want { key: chunk(0), producer: None });
-    bench.met(1);
+    let (mut bench, _) = NoteBench::wanting();
     let request = bench.fetch(0, 1);
     bench.tell(PayloadInput::Decode(DecodeAnswer::Loaded { request }));
     bench.met(2);

@@ -46,6 +46,15 @@ struct PrefixCache {
     blocks: BTreeMap<(usize, u32), Option<(ClientId, u32)>>,
 }
 
+impl PrefixCache {
+    /// Marks the content of a prompt as content that the cache may lack.
+    fn forget(&mut self, prompt: Option<&WorkloadPrompt>) {
+        for hash in prompt.iter().flat_map(|prompt| prompt.prefix.iter()) {
+            self.hashes.remove(hash);
+        }
+    }
+}
+
 #[derive(Debug)]
 struct EstimatedLeg {
     instance: u16,
@@ -184,10 +193,7 @@ impl PrefixEstimates {
         for block in all {
             let Some(former) = cache.blocks.insert(block, place) else { continue };
             is_again = true;
-            let prompt = former.and_then(|place| prompt_at(&self.prompts, place));
-            for hash in prompt.iter().flat_map(|prompt| prompt.prefix.iter()) {
-                cache.hashes.remove(hash);
-            }
+            cache.forget(former.and_then(|place| prompt_at(&self.prompts, place)));
         }
         if is_again {
             for (id, leg) in &mut self.legs {
@@ -202,6 +208,13 @@ impl PrefixEstimates {
             self.requests.remove(&(of.instance, request));
         }
         Some(of)
+    }
+
+    /// A leg was closed before its end. A decode that waited for KV quarantines all of its blocks, those that
+    /// it shares with a prompt before it among them, and a quarantined block hits nothing.
+    fn given_up(&mut self, leg: LegId) {
+        let Some(of) = self.closed(leg) else { return };
+        self.caches[usize::from(of.instance)].forget(prompt_at(&self.prompts, of.place));
     }
 
     /// A prompt was served: its KV is in the cache.
@@ -255,9 +268,7 @@ impl Invariant for PrefixEstimates {
                     self.served(*leg);
                 }
             }
-            Observation::LegClosed { leg } => {
-                self.closed(*leg);
-            }
+            Observation::LegClosed { leg } => self.given_up(*leg),
             _ => {}
         }
     }
@@ -429,5 +440,20 @@ mod tests {
         follow(&mut bench, &[5]);
         bench.leg(P0, 1, &LegEvent::FirstToken);
         bench.holds();
+    }
+
+    #[test]
+    fn prefix_of_a_prompt_that_was_given_up_may_miss() {
+        for is_closed in [false, true] {
+            let mut bench = bench(&[&[1, 2], &[1, 3], &[1, 4]]);
+            serve(&mut bench, 0, 0, &[1, 2, 3]);
+            bench.dispatched_expecting((2, 2), P0, &prefill_body("r2"), 512);
+            if is_closed {
+                bench.see(Observation::LegClosed { leg: LegId(2) });
+            }
+            follow(&mut bench, &[5]);
+            bench.leg(P0, 1, &LegEvent::FirstToken);
+            bench.judges(is_closed, "512 tokens of leg 1 of client 1 were expected to hit at p0");
+        }
     }
 }

@@ -8,11 +8,6 @@ use super::args::seconds;
 use super::http_adapter::RouterAddr;
 use crate::process::{CommandError, address, lock};
 use clap::Args;
-use hickory_resolver::TokioResolver;
-use hickory_resolver::config::{
-    ConnectionConfig, LookupIpStrategy, NameServerConfig, ResolverConfig,
-};
-use hickory_resolver::net::runtime::TokioRuntimeProvider;
 use hyper::http::uri::Authority;
 use kvferry_engine::actors::Input;
 use kvferry_engine::core::message::Role;
@@ -21,11 +16,13 @@ use kvferry_engine::fabric::Endpoint;
 use kvferry_trust::ReloadedFiles;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::Read;
-use std::net::{IpAddr, SocketAddr};
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::{Duration, Instant};
+use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
 
 /// Longest file of instances, in bytes.
@@ -37,8 +34,12 @@ const INSTANCES_MAX: usize = 512;
 /// Instances are named to the core as often at least.
 const REPEATED: Duration = Duration::from_secs(1);
 
-/// Time for an answer of DNS, with all tries.
+/// Time for an answer of DNS, with all tries. After it the source has an error; the look-up goes on.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Returns the addresses of a name, A and AAAA, with the port that is passed. Blocks until DNS has
+/// answered.
+type Resolver = dyn Fn(&str, u16) -> io::Result<Vec<SocketAddr>> + Send + Sync;
 
 /// Instances that do not register.
 #[derive(Clone, Debug, Default, Args)]
@@ -60,9 +61,6 @@ pub(crate) struct StaticArgs {
     /// The same for decodes
     #[arg(long, value_name = "NAME:PORT")]
     decode_dns: Vec<String>,
-    /// Server that is asked for those names; without it those of /etc/resolv.conf
-    #[arg(long, value_name = "ADDRESS:PORT")]
-    dns_server: Option<SocketAddr>,
     /// Seconds after which a name is looked up again
     #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
     dns_period: f64,
@@ -150,46 +148,21 @@ impl StaticArgs {
                 sources.push(StaticSource::new(label, kind, Arc::default()));
             }
         }
-        let resolver = match sources.iter().any(|it| matches!(it.kind, SourceKind::Dns { .. })) {
-            true => Some(self.resolver()?),
-            false => None,
-        };
         let period = seconds("--dns-period", self.dns_period)?;
         let keep = seconds("--dns-keep", self.dns_keep)?;
-        Ok(StaticSources { sources, resolver, period, keep })
-    }
-
-    fn resolver(&self) -> Result<TokioResolver, CommandError> {
-        let mut builder = match self.dns_server {
-            None => TokioResolver::builder_tokio().map_err(|why| {
-                let text = "/etc/resolv.conf cannot be used";
-                CommandError::Input(format!("{text}: {why}; mend it, or give --dns-server"))
-            })?,
-            Some(at) => {
-                let connections = [ConnectionConfig::udp(), ConnectionConfig::tcp()];
-                let connections = connections.map(|mut connection| {
-                    connection.port = at.port();
-                    connection
-                });
-                let server = NameServerConfig::new(at.ip(), true, connections.into());
-                let config = ResolverConfig::from_name_servers(vec![server]);
-                TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
-            }
-        };
-        let options = builder.options_mut();
-        options.ip_strategy = LookupIpStrategy::Ipv4AndIpv6;
-        // Each look-up is to tell what is there now.
-        options.cache_size = 0;
-        builder.build().map_err(|why| CommandError::Input(format!("DNS cannot be asked: {why}")))
+        let resolver = Arc::new(system_addresses);
+        Ok(StaticSources { sources, resolver, period, patience: PATIENCE, keep })
     }
 }
 
 /// All that names instances.
 pub(crate) struct StaticSources {
     sources: Vec<StaticSource>,
-    resolver: Option<TokioResolver>,
+    resolver: Arc<Resolver>,
     /// Time between two look-ups of a name.
     period: Duration,
+    /// Time after which a look-up without an answer is an error of its source.
+    patience: Duration,
     /// Instances of a name that is not answered stay so long.
     keep: Duration,
 }
@@ -270,14 +243,8 @@ impl StaticSources {
     async fn look_up(&self, at: usize) {
         let source = &self.sources[at];
         let SourceKind::Dns { role, name, port } = &source.kind else { return };
-        let Some(resolver) = &self.resolver else { return };
         loop {
-            let found = timeout(PATIENCE, resolver.lookup_ip(name.as_str())).await;
-            let found = match found {
-                Ok(found) => found.map_err(|why| why.to_string()),
-                Err(_) => Err(format!("DNS does not answer within {PATIENCE:?}")),
-            };
-            match found.map(|found| addresses(found.iter())) {
+            match self.addresses(source, name, *port).await {
                 Err(why) => source.failed(&why),
                 Ok(found) if found.is_empty() => source.failed("DNS has no address for it"),
                 Ok(found) => {
@@ -299,6 +266,36 @@ impl StaticSources {
         }
     }
 
+    /// Addresses that a name has now, each once and always in the same order. They are looked up on a
+    /// thread of its own: the system's resolver blocks, and the end of the process waits for no such thread.
+    /// A look-up that takes longer than the patience is an error of the source, and is waited for all the
+    /// same, so that a name has one thread at most.
+    async fn addresses(
+        &self,
+        source: &StaticSource,
+        name: &str,
+        port: u16,
+    ) -> Result<Vec<IpAddr>, String> {
+        let (tell, mut told) = oneshot::channel();
+        let (resolver, name) = (self.resolver.clone(), name.to_owned());
+        let thread = thread::Builder::new().name("dns".into());
+        let thread = thread.spawn(move || tell.send(resolver(&name, port)));
+        thread.map_err(|why| format!("no thread to look it up: {why}"))?;
+        let found = match timeout(self.patience, &mut told).await {
+            Ok(found) => found,
+            Err(_) => {
+                source.failed(&format!("DNS does not answer within {:?}", self.patience));
+                told.await
+            }
+        };
+        let found = found.map_err(|_| "the look-up panicked".to_owned())?;
+        let found = found.map_err(|why| why.to_string())?;
+        let mut addresses: Vec<IpAddr> = found.iter().map(SocketAddr::ip).collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        Ok(addresses)
+    }
+
     /// The sources as operators see them.
     pub(super) fn list(&self) -> Vec<ListedSource> {
         let list = self.sources.iter().map(|source| {
@@ -314,12 +311,9 @@ impl StaticSources {
     }
 }
 
-/// Each address once, always in the same order.
-fn addresses(found: impl Iterator<Item = IpAddr>) -> Vec<IpAddr> {
-    let mut found: Vec<IpAddr> = found.collect();
-    found.sort_unstable();
-    found.dedup();
-    found
+/// Asks the system's resolver, as `getaddrinfo` does: `/etc/hosts`, and DNS by `/etc/resolv.conf`.
+fn system_addresses(name: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    Ok((name, port).to_socket_addrs()?.collect())
 }
 
 /// Where an instance serves HTTP, by its URL.
@@ -395,6 +389,8 @@ fn read<const TLS: bool>([path]: &[PathBuf; 1]) -> Result<Vec<StaticInstance>, S
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::mpsc;
+    use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
     #[test]
     fn urls_become_endpoints_or_one_clear_error() {
@@ -421,6 +417,103 @@ mod tests {
             let why = endpoint(url, is_tls).expect_err(url);
             assert!(why.contains(says), "{url}: {why}");
         }
+    }
+
+    /// A resolver that a test answers: each look-up is told to it and waits for its answer.
+    struct PlayedResolver {
+        asked: UnboundedReceiver<()>,
+        answers: mpsc::Sender<io::Result<Vec<SocketAddr>>>,
+    }
+
+    impl PlayedResolver {
+        /// Sources with one name, which is looked up again and again.
+        fn start(patience: Duration, keep: Duration) -> (PlayedResolver, Arc<StaticSources>) {
+            let (tell, asked) = unbounded_channel();
+            let (answers, answered) = mpsc::channel();
+            let answered = Mutex::new(answered);
+            let args = StaticArgs {
+                decode_dns: vec!["decode.ns.svc.:8000".into()],
+                dns_period: 0.001,
+                dns_keep: 300.0,
+                ..StaticArgs::default()
+            };
+            let mut sources = args.sources(false).expect("they can be used");
+            sources.resolver = Arc::new(move |name, port| {
+                assert_eq!((name, port), ("decode.ns.svc.", 8000));
+                let _gone = tell.send(());
+                lock(&answered).recv().unwrap_or_else(|why| Err(io::Error::other(why)))
+            });
+            (sources.patience, sources.keep) = (patience, keep);
+            let sources = Arc::new(sources);
+            let looks = sources.clone();
+            tokio::spawn(async move { looks.look_up(0).await });
+            (PlayedResolver { asked, answers }, sources)
+        }
+
+        /// Answers the look-up under way, and waits for the next one.
+        async fn answer(&mut self, answer: io::Result<&[&str]>) {
+            let found = answer.map(|found| {
+                let addresses = found.iter().map(|it| it.parse::<IpAddr>().expect("an address"));
+                addresses.map(|it| SocketAddr::new(it, 8000)).collect()
+            });
+            self.answers.send(found).expect("it is looked up");
+            self.asked.recv().await.expect("it is looked up again");
+        }
+    }
+
+    /// Endpoints that the only source names, and its error.
+    fn named(sources: &StaticSources) -> (Vec<String>, Option<String>) {
+        let named = sources.sources[0].instances(sources.keep);
+        let error = sources.list().remove(0).error;
+        (named.iter().map(|it| it.http.to_string()).collect(), error)
+    }
+
+    #[tokio::test]
+    async fn name_has_the_addresses_of_its_last_answer() {
+        let (mut dns, sources) = PlayedResolver::start(PATIENCE, PATIENCE);
+        dns.asked.recv().await.expect("it is looked up");
+        assert_eq!(named(&sources), (vec![], None));
+        dns.answer(Ok(&["10.0.0.2", "::1", "10.0.0.1", "10.0.0.2"])).await;
+        let all = ["10.0.0.1:8000", "10.0.0.2:8000", "[::1]:8000"].map(String::from);
+        assert_eq!(named(&sources), (all.to_vec(), None));
+        dns.answer(Ok(&["10.0.0.2"])).await;
+        let one = vec!["10.0.0.2:8000".to_string()];
+        assert_eq!(named(&sources), (one.clone(), None));
+        let failed = io::Error::other("SERVFAIL");
+        for (answer, says) in [(Err(failed), "SERVFAIL"), (Ok(&[][..]), "DNS has no address")] {
+            dns.answer(answer).await;
+            let (instances, error) = named(&sources);
+            assert_eq!(instances, one);
+            assert!(error.as_deref().is_some_and(|error| error.contains(says)), "{error:?}");
+            dns.answer(Ok(&["10.0.0.2"])).await;
+            assert_eq!(named(&sources), (one.clone(), None));
+        }
+    }
+
+    #[tokio::test]
+    async fn instances_of_a_name_without_answers_are_given_up() {
+        let (mut dns, sources) = PlayedResolver::start(PATIENCE, Duration::ZERO);
+        dns.asked.recv().await.expect("it is looked up");
+        dns.answer(Ok(&["10.0.0.1"])).await;
+        dns.answer(Err(io::Error::other("SERVFAIL"))).await;
+        assert_eq!(named(&sources).0, [""; 0]);
+    }
+
+    #[tokio::test]
+    async fn late_answer_is_an_error_until_it_is_there() {
+        let (mut dns, sources) = PlayedResolver::start(Duration::ZERO, PATIENCE);
+        dns.asked.recv().await.expect("it is looked up");
+        while named(&sources).1.is_none() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(named(&sources), (vec![], Some("DNS does not answer within 0ns".into())));
+        // One thread a name: it is not looked up again meanwhile.
+        assert!(dns.asked.is_empty());
+        dns.answers.send(Ok(vec![SocketAddr::from(([10, 0, 0, 1], 8000))])).expect("it waits");
+        while named(&sources).0.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        assert_eq!(named(&sources).0, ["10.0.0.1:8000"]);
     }
 
     #[test]

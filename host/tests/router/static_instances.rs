@@ -2,14 +2,10 @@
 
 use crate::backend::{Act, HeartbeatFields, StubInstance};
 use crate::rig::{PATIENCE, TestRouter, completion, streaming};
-use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
-use hickory_resolver::proto::rr::{RData, Record, RecordType};
 use kvferry_engine::core::message::{Mode, Role};
 use serde_json::{Value, json};
-use std::net::{IpAddr, UdpSocket};
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 fn url(instance: &StubInstance) -> String {
@@ -195,118 +191,21 @@ async fn a_file_is_read_anew_and_a_broken_one_changes_nothing() {
     serving(&router, &[&p, &two]).await;
 }
 
-/// A DNS server that has some addresses for every name, or fails.
-struct PlayedDns {
-    at: String,
-    addresses: Arc<Mutex<Result<Vec<IpAddr>, ResponseCode>>>,
-}
-
-impl PlayedDns {
-    fn start(addresses: Vec<IpAddr>) -> PlayedDns {
-        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let at = socket.local_addr().unwrap().to_string();
-        let addresses = Arc::new(Mutex::new(Ok(addresses)));
-        let told = addresses.clone();
-        // It ends with the process.
-        std::thread::spawn(move || {
-            let mut asked = [0; 4096];
-            while let Ok((len, from)) = socket.recv_from(&mut asked) {
-                let answer = answer(&asked[..len], &told.lock().unwrap());
-                socket.send_to(&answer, from).unwrap();
-            }
-        });
-        PlayedDns { at, addresses }
-    }
-
-    fn have(&self, addresses: Result<Vec<IpAddr>, ResponseCode>) {
-        *self.addresses.lock().unwrap() = addresses;
-    }
-}
-
-fn answer(asked: &[u8], addresses: &Result<Vec<IpAddr>, ResponseCode>) -> Vec<u8> {
-    let asked = Message::from_vec(asked).unwrap();
-    let query = asked.queries[0].clone();
-    let mut answer = Message::response(asked.metadata.id, OpCode::Query);
-    answer.metadata.recursion_available = true;
-    match addresses {
-        Err(code) => answer.metadata.response_code = *code,
-        Ok(addresses) => {
-            for address in addresses {
-                let data = match (address, query.query_type()) {
-                    (IpAddr::V4(address), RecordType::A) => RData::A((*address).into()),
-                    (IpAddr::V6(address), RecordType::AAAA) => RData::AAAA((*address).into()),
-                    _ => continue,
-                };
-                // To be believed for a day, and looked up again all the same.
-                answer.add_answer(Record::from_rdata(query.name().clone(), 86_400, data));
-            }
-        }
-    }
-    answer.queries.push(query);
-    answer.to_vec().unwrap()
-}
-
-/// Decodes at addresses of their own with one port, as pods have.
-async fn pods() -> Vec<StubInstance> {
-    let mut addresses = vec!["127.0.0.2", "127.0.0.3", "127.0.0.4"];
-    if std::net::TcpListener::bind("[::1]:0").is_ok() {
-        addresses.push("[::1]");
-    }
-    'ports: loop {
-        let mut pods: Vec<StubInstance> = Vec::new();
-        let mut port = 0;
-        for address in &addresses {
-            let at = format!("{address}:{port}");
-            // Somebody else may have the port at the next address.
-            let Ok(pod) = StubInstance::start_at(Role::Decode, &at).await else { continue 'ports };
-            port = pod.http.rsplit_once(':').unwrap().1.parse().unwrap();
-            pods.push(pod);
-        }
-        return pods;
-    }
-}
-
-fn address(instance: &StubInstance) -> IpAddr {
-    instance.http.parse::<std::net::SocketAddr>().unwrap().ip()
-}
-
 #[tokio::test]
-async fn names_are_looked_up_again_and_again() {
+async fn instances_of_a_name_serve() {
     let p = StubInstance::start(Role::Prefill).await;
-    let pods = pods().await;
-    let dns = PlayedDns::start(vec![address(&pods[0])]);
-    let port = pods[0].http.rsplit_once(':').unwrap().1;
-    let (name, url) = (format!("decode.ns.svc.:{port}"), url(&p));
-    let options = ["--prefill", &url, "--decode-dns", &name, "--dns-server", &dns.at];
-    let options = [&options[..], &["--dns-period", "0.05"]].concat();
-    let router = TestRouter::start(&options);
-    serving(&router, &[&p, &pods[0]]).await;
-    dns.have(Ok(pods.iter().map(address).collect()));
-    let all: Vec<&StubInstance> = std::iter::once(&p).chain(&pods).collect();
-    serving(&router, &all).await;
-    for _ in &pods {
-        assert_eq!(router.ask().await.status, 200);
-    }
-    assert!(pods.iter().all(|pod| pod.seen().len() == 1));
-    dns.have(Ok(vec![address(&pods[1])]));
-    serving(&router, &[&p, &pods[1]]).await;
-    // Nobody answers, or there is nothing: what was there stays.
-    for answer in [Err(ResponseCode::ServFail), Err(ResponseCode::NXDomain), Ok(Vec::new())] {
-        dns.have(answer);
-        until_trouble(&router, "--decode-dns", Some("")).await;
-        serving(&router, &[&p, &pods[1]]).await;
-        dns.have(Ok(vec![address(&pods[1])]));
-        until_trouble(&router, "--decode-dns", None).await;
-    }
-    // Not for ever.
-    let options = [&options[..], &["--dns-keep", "0.5"]].concat();
-    let router = TestRouter::start(&options);
-    serving(&router, &[&p, &pods[1]]).await;
-    dns.have(Err(ResponseCode::ServFail));
-    serving(&router, &[&p]).await;
-    assert_eq!(source(&router, "--decode-dns").await["instances"], 0);
-    dns.have(Ok(vec![address(&pods[2])]));
-    serving(&router, &[&p, &pods[2]]).await;
+    let d = StubInstance::start(Role::Decode).await;
+    let port = d.http.rsplit_once(':').unwrap().1;
+    // It has more than one address where there is IPv6.
+    let name = format!("localhost:{port}");
+    let router = TestRouter::start(&["--prefill", &url(&p), "--decode-dns", &name]);
+    let serves = |all: &[Value]| {
+        all.iter().any(|it| it["http"] == d.http.as_str() && it["state"] == "ready")
+    };
+    router.until("it serves", serves).await;
+    assert_eq!(router.ask().await.status, 200);
+    assert_eq!(d.seen().len(), 1);
+    assert_eq!(source(&router, "--decode-dns").await["error"], Value::Null);
 }
 
 #[test]

@@ -251,7 +251,6 @@ mod tests {
     use super::*;
     use crate::tls::TlsArgs;
     use clap::Parser;
-    use rcgen::{CertifiedKey, generate_simple_self_signed};
     use std::fs::{self, Permissions};
     use std::os::unix::fs::PermissionsExt;
     use tokio::net::TcpListener;
@@ -264,9 +263,10 @@ mod tests {
     }
 
     fn certificate() -> ServerCertificate {
-        let CertifiedKey { cert, signing_key } =
-            generate_simple_self_signed(["localhost".to_owned()]).expect("a certificate");
-        let both = cert.pem() + &signing_key.serialize_pem();
+        let both = concat!(
+            include_str!("../../tests/certificates/ours/127.0.0.1.pem"),
+            include_str!("../../tests/certificates/ours/127.0.0.1.key"),
+        );
         let file = std::env::temp_dir().join(format!("kvferry-server-{}", std::process::id()));
         fs::write(&file, both).expect("a file");
         fs::set_permissions(&file, Permissions::from_mode(0o600)).expect("its mode");

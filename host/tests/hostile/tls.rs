@@ -12,8 +12,8 @@ const BEGUN: &[u8] = &[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3];
 
 #[tokio::test]
 async fn handshakes_that_do_not_end_hide_neither_clients_nor_admin() {
-    let (folder, authority) = (PemFolder::new("silent"), TestAuthority::new("ours"));
-    let flags = folder.show(&authority.sign("127.0.0.1"));
+    let (folder, authority) = (PemFolder::new("silent"), TestAuthority::OURS);
+    let flags = folder.show(&authority.local);
     let options: Vec<_> = flags.iter().map(String::as_str).collect();
     for said in [&[], &BEGUN[..1], BEGUN] {
         let router = TestRouter::start_with(&options, |command| limit_files(command, 256, true));
@@ -26,8 +26,8 @@ async fn handshakes_that_do_not_end_hide_neither_clients_nor_admin() {
 
 #[tokio::test]
 async fn a_handshake_delays_nobody_and_gives_way_as_an_idle_connection_does() {
-    let (folder, authority) = (PemFolder::new("places"), TestAuthority::new("ours"));
-    let flags = folder.show(&authority.sign("127.0.0.1"));
+    let (folder, authority) = (PemFolder::new("places"), TestAuthority::OURS);
+    let flags = folder.show(&authority.local);
     let mut options: Vec<_> = flags.iter().map(String::as_str).collect();
     options.extend(["--connections-max", "3"]);
     let router = TestRouter::start(&options);

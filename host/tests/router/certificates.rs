@@ -6,9 +6,6 @@ use http_body_util::Full;
 use hyper::Request;
 use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper_util::rt::TokioIo;
-use rcgen::{
-    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair, date_time_ymd,
-};
 use rustls::crypto::ring;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -23,17 +20,38 @@ use tokio::time::timeout;
 use tokio_rustls::client::TlsStream;
 use tokio_rustls::{TlsAcceptor, TlsConnector};
 
-/// An authority of the test.
-pub(crate) struct TestAuthority(CertifiedIssuer<'static, KeyPair>);
+/// An authority of the tests, with the servers that it has signed.
+pub(crate) struct TestAuthority {
+    /// Its certificate, in PEM.
+    pub(crate) pem: &'static str,
+    /// Of a server at 127.0.0.1.
+    pub(crate) local: SignedKey,
+}
 
 /// A certificate and its key, in PEM.
 pub(crate) struct SignedKey {
-    pub(crate) cert: String,
-    pub(crate) key: String,
+    pub(crate) cert: &'static str,
+    pub(crate) key: &'static str,
 }
 
+/// The file of `host/tests/certificates`, which `make` in it makes.
+macro_rules! file {
+    ($name:literal) => {
+        include_str!(concat!("../certificates/", $name))
+    };
+}
+
+/// Of a server of another name than an address, signed by [`TestAuthority::OURS`].
+pub(crate) const OTHER_NAME: SignedKey =
+    SignedKey { cert: file!("ours/decode.example.pem"), key: file!("ours/decode.example.key") };
+
+/// Of a server at 127.0.0.1, signed by [`TestAuthority::OURS`] and not valid any more.
+pub(crate) const EXPIRED: SignedKey =
+    SignedKey { cert: file!("ours/expired.pem"), key: file!("ours/expired.key") };
+
 impl SignedKey {
-    fn acceptor(&self) -> TlsAcceptor {
+    /// What has a server show the certificate.
+    pub(crate) fn acceptor(&self) -> TlsAcceptor {
         let chain = vec![CertificateDer::from_pem_slice(self.cert.as_bytes()).unwrap()];
         let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes()).unwrap();
         let config = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
@@ -46,45 +64,20 @@ impl SignedKey {
 }
 
 impl TestAuthority {
-    pub(crate) fn new(name: &str) -> TestAuthority {
-        let mut params = CertificateParams::new([]).unwrap();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        params.distinguished_name.push(DnType::CommonName, name);
-        let own = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap());
-        TestAuthority(own.unwrap())
-    }
+    pub(crate) const OURS: TestAuthority = TestAuthority {
+        pem: file!("ours/authority.pem"),
+        local: SignedKey { cert: file!("ours/127.0.0.1.pem"), key: file!("ours/127.0.0.1.key") },
+    };
 
-    pub(crate) fn pem(&self) -> String {
-        self.0.pem()
-    }
-
-    /// A certificate for a name or address.
-    pub(crate) fn sign(&self, name: &str) -> SignedKey {
-        self.sign_params(CertificateParams::new([name.to_owned()]).unwrap())
-    }
-
-    fn sign_params(&self, params: CertificateParams) -> SignedKey {
-        let key = KeyPair::generate().unwrap();
-        let cert = params.signed_by(&key, &self.0).unwrap();
-        SignedKey { cert: cert.pem(), key: key.serialize_pem() }
-    }
-
-    /// What has a server show a certificate for a name or address.
-    pub(crate) fn acceptor(&self, name: &str) -> TlsAcceptor {
-        self.sign(name).acceptor()
-    }
-
-    /// The same with one that has expired.
-    pub(crate) fn late_acceptor(&self, name: &str) -> TlsAcceptor {
-        let mut params = CertificateParams::new([name.to_owned()]).unwrap();
-        params.not_after = date_time_ymd(2001, 9, 9);
-        self.sign_params(params).acceptor()
-    }
+    pub(crate) const OTHER: TestAuthority = TestAuthority {
+        pem: file!("other/authority.pem"),
+        local: SignedKey { cert: file!("other/127.0.0.1.pem"), key: file!("other/127.0.0.1.key") },
+    };
 
     /// A TLS connection to a router whose certificate is to be signed by this authority.
     pub(crate) async fn connect(&self, router: &TestRouter) -> io::Result<TlsStream<TcpStream>> {
         let mut roots = RootCertStore::empty();
-        roots.add(self.0.der().clone()).unwrap();
+        roots.add(CertificateDer::from_pem_slice(self.pem.as_bytes()).unwrap()).unwrap();
         let config = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
             .unwrap()
@@ -155,8 +148,8 @@ impl PemFolder {
     /// The flags of a router with this certificate, which is put in its place.
     pub(crate) fn show(&self, shown: &SignedKey) -> [String; 4] {
         // The key first: until the certificate is there, too, the two do not fit.
-        let key = self.write("key.pem", &shown.key);
-        let cert = self.write("cert.pem", &shown.cert);
+        let key = self.write("key.pem", shown.key);
+        let cert = self.write("cert.pem", shown.cert);
         ["--tls-cert".into(), cert, "--tls-key".into(), key]
     }
 }

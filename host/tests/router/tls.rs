@@ -1,7 +1,7 @@
 //! TLS of the router's clients and legs.
 
 use crate::backend::{HeartbeatFields, StubInstance};
-use crate::certificates::{PemFolder, SignedKey, TestAuthority};
+use crate::certificates::{EXPIRED, OTHER_NAME, PemFolder, SignedKey, TestAuthority};
 use crate::rig::{PATIENCE, TestRouter, completion, streaming};
 use kvferry_engine::core::message::{Mode, Role};
 use std::fs::{self, Permissions};
@@ -36,8 +36,8 @@ async fn unreachable(router: &TestRouter, why: &str) {
 
 #[tokio::test]
 async fn clients_are_served_over_tls_whole_and_streamed() {
-    let (folder, authority) = (PemFolder::new("clients"), TestAuthority::new("ours"));
-    let mut router = router(&folder.show(&authority.sign("127.0.0.1")));
+    let (folder, authority) = (PemFolder::new("clients"), TestAuthority::OURS);
+    let mut router = router(&folder.show(&authority.local));
     let _pair = instances(&mut router).await;
     router.ready(2).await;
     let mut client = authority.client(&router).await;
@@ -53,8 +53,8 @@ async fn clients_are_served_over_tls_whole_and_streamed() {
 
 #[tokio::test]
 async fn a_client_without_tls_is_told_so_at_once() {
-    let (folder, authority) = (PemFolder::new("plain"), TestAuthority::new("ours"));
-    let router = router(&folder.show(&authority.sign("127.0.0.1")));
+    let (folder, authority) = (PemFolder::new("plain"), TestAuthority::OURS);
+    let router = router(&folder.show(&authority.local));
     let mut plain = TcpStream::connect(&router.http).await.unwrap();
     plain.write_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").await.unwrap();
     let mut told = String::new();
@@ -73,8 +73,8 @@ async fn a_client_without_tls_is_told_so_at_once() {
 #[tokio::test]
 async fn a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken() {
     let folder = PemFolder::new("rotation");
-    let (old, new) = (TestAuthority::new("old"), TestAuthority::new("new"));
-    let flags = folder.show(&old.sign("127.0.0.1"));
+    let (old, new) = (TestAuthority::OURS, TestAuthority::OTHER);
+    let flags = folder.show(&old.local);
     let log = folder.path("log");
     let stderr = fs::File::create(&log).unwrap();
     let options: Vec<_> = flags.iter().map(String::as_str).collect();
@@ -83,7 +83,7 @@ async fn a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken(
     });
     let mut before = old.client(&router).await;
     assert!(new.connect(&router).await.is_err(), "the old one is shown");
-    folder.show(&new.sign("127.0.0.1"));
+    folder.show(&new.local);
     assert_eq!(new.client(&router).await.get("/health").await.status, 200);
     assert!(old.connect(&router).await.is_err(), "the new one is shown");
     assert_eq!(before.get("/health").await.status, 200, "who is connected stays");
@@ -91,7 +91,7 @@ async fn a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken(
         folder.write("cert.pem", bad);
         assert_eq!(new.client(&router).await.get("/health").await.status, 200);
     }
-    folder.write("cert.pem", &old.sign("127.0.0.1").cert);
+    folder.write("cert.pem", old.local.cert);
     assert_eq!(new.client(&router).await.get("/health").await.status, 200);
     let said = fs::read_to_string(&log).unwrap();
     assert_eq!(said.matches("the certificate before it stays in use").count(), 3, "{said}");
@@ -100,12 +100,12 @@ async fn a_certificate_is_replaced_without_a_restart_and_a_bad_one_is_not_taken(
 
 #[tokio::test]
 async fn legs_are_tls_to_instances_that_prove_who_they_are() {
-    let (folder, authority) = (PemFolder::new("legs"), TestAuthority::new("ours"));
-    let ca = folder.write("ca.pem", &authority.pem());
+    let (folder, authority) = (PemFolder::new("legs"), TestAuthority::OURS);
+    let ca = folder.write("ca.pem", authority.pem);
     let mut router = router(&["--legs-ca".into(), ca]);
     let (p, d) = instances(&mut router).await;
     for it in [&p, &d] {
-        it.tls.send_replace(Some(authority.acceptor("127.0.0.1")));
+        it.tls.send_replace(Some(authority.local.acceptor()));
     }
     router.ready(2).await;
     const TIMES: usize = 20;
@@ -123,8 +123,8 @@ async fn legs_are_tls_to_instances_that_prove_who_they_are() {
         assert!(accepted < TIMES, "{accepted} connections for {TIMES} requests");
     }
     // A certificate of somebody else.
-    let other = TestAuthority::new("others");
-    d.tls.send_replace(Some(other.acceptor("127.0.0.1")));
+    let other = TestAuthority::OTHER;
+    d.tls.send_replace(Some(other.local.acceptor()));
     let refused = router.ask().await;
     assert_eq!(refused.status, 502, "{refused:?}");
     let why = refused.error();
@@ -137,12 +137,12 @@ async fn legs_are_tls_to_instances_that_prove_who_they_are() {
 #[tokio::test]
 async fn an_instance_of_unknown_authority_gets_nothing_until_that_is_in_the_file() {
     let folder = PemFolder::new("authority");
-    let (ours, others) = (TestAuthority::new("ours"), TestAuthority::new("others"));
-    let ca = folder.write("ca.pem", &others.pem());
+    let (ours, others) = (TestAuthority::OURS, TestAuthority::OTHER);
+    let ca = folder.write("ca.pem", others.pem);
     let mut router = router(&["--legs-ca".into(), ca, "--queue-timeout".into(), "0.001".into()]);
     let (p, d) = instances(&mut router).await;
     for it in [&p, &d] {
-        it.tls.send_replace(Some(ours.acceptor("127.0.0.1")));
+        it.tls.send_replace(Some(ours.local.acceptor()));
     }
     unreachable(&router, "UnknownIssuer; --legs-ca has no authority that signed it").await;
     let refused = router.ask().await;
@@ -151,7 +151,7 @@ async fn an_instance_of_unknown_authority_gets_nothing_until_that_is_in_the_file
     assert!(p.seen().is_empty() && d.seen().is_empty());
     // A bad file is not taken, a good one at once.
     folder.write("ca.pem", "none");
-    folder.write("ca.pem", &(others.pem() + &ours.pem()));
+    folder.write("ca.pem", &[others.pem, ours.pem].concat());
     router.ready(2).await;
     assert_eq!(router.ask().await.status, 200);
     assert!(router.workers().await.iter().all(|it| it["unreachable"].is_null()));
@@ -159,12 +159,12 @@ async fn an_instance_of_unknown_authority_gets_nothing_until_that_is_in_the_file
 
 #[tokio::test]
 async fn a_certificate_for_another_host_is_not_taken() {
-    let (folder, authority) = (PemFolder::new("names"), TestAuthority::new("ours"));
-    let ca = folder.write("ca.pem", &authority.pem());
+    let (folder, authority) = (PemFolder::new("names"), TestAuthority::OURS);
+    let ca = folder.write("ca.pem", authority.pem);
     let mut router = router(&["--legs-ca".into(), ca]);
     let (p, d) = instances(&mut router).await;
     for it in [&p, &d] {
-        it.tls.send_replace(Some(authority.acceptor("decode.example")));
+        it.tls.send_replace(Some(OTHER_NAME.acceptor()));
     }
     unreachable(&router, "not valid for name \"127.0.0.1\"").await;
     unreachable(&router, "decode.example").await;
@@ -174,15 +174,15 @@ async fn a_certificate_for_another_host_is_not_taken() {
 
 #[tokio::test]
 async fn what_is_wrong_with_a_certificate_is_logged_once_however_often_it_is_tried() {
-    let (folder, authority) = (PemFolder::new("expired"), TestAuthority::new("ours"));
-    let ca = folder.write("ca.pem", &authority.pem());
+    let (folder, authority) = (PemFolder::new("expired"), TestAuthority::OURS);
+    let ca = folder.write("ca.pem", authority.pem);
     let log = folder.path("log");
     let stderr = fs::File::create(&log).unwrap();
     let mut router = TestRouter::start_with(&["--legs-ca", &ca], |command| {
         command.stderr(stderr);
     });
     let d = StubInstance::start(Role::Decode).await;
-    d.tls.send_replace(Some(authority.late_acceptor("127.0.0.1")));
+    d.tls.send_replace(Some(EXPIRED.acceptor()));
     router.register(&d, &HeartbeatFields::of(Mode::Push));
     let tried = |_: &[serde_json::Value]| d.accepted.load(Ordering::Relaxed) >= 5;
     router.until("it is tried again", tried).await;
@@ -194,8 +194,8 @@ async fn what_is_wrong_with_a_certificate_is_logged_once_however_often_it_is_tri
 
 #[tokio::test]
 async fn an_instance_without_tls_is_not_asked_without_it() {
-    let (folder, authority) = (PemFolder::new("fallback"), TestAuthority::new("ours"));
-    let ca = folder.write("ca.pem", &authority.pem());
+    let (folder, authority) = (PemFolder::new("fallback"), TestAuthority::OURS);
+    let ca = folder.write("ca.pem", authority.pem);
     let mut router = router(&["--legs-ca".into(), ca, "--queue-timeout".into(), "0.001".into()]);
     let (p, d) = instances(&mut router).await;
     unreachable(&router, "--legs-ca has all instances speak TLS: start vLLM with").await;
@@ -227,13 +227,12 @@ fn refused(flags: &[&str]) -> String {
 
 #[test]
 fn files_that_cannot_be_used_end_the_start_with_their_names_and_a_remedy() {
-    let (folder, authority) = (PemFolder::new("start"), TestAuthority::new("ours"));
-    let (SignedKey { cert, key }, other) =
-        (authority.sign("127.0.0.1"), authority.sign("127.0.0.1"));
-    let (cert, key) = (folder.write("cert.pem", &cert), folder.write("key.pem", &key));
+    let (folder, authority) = (PemFolder::new("start"), TestAuthority::OURS);
+    let SignedKey { cert, key } = authority.local;
+    let (cert, key) = (folder.write("cert.pem", cert), folder.write("key.pem", key));
     let (absent, empty) = (folder.path("absent.pem"), folder.write("empty.pem", ""));
     let broken = folder.write("broken.pem", "-----BEGIN CERTIFICATE-----\n!\n-----END");
-    let other = folder.write("other.pem", &other.key);
+    let other = folder.write("other.pem", TestAuthority::OTHER.local.key);
     let open = folder.write("open.pem", &fs::read_to_string(&key).unwrap());
     fs::set_permissions(&open, Permissions::from_mode(0o644)).unwrap();
     let cases: [(&str, &str, &str, &str); 7] = [

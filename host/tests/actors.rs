@@ -17,7 +17,7 @@ fn load(path: &Path) -> Scenario {
 /// Plays a seed both ways.
 fn compare(scenario: &Scenario, seed: u64) {
     let run = scenario.draw(seed).unwrap_or_else(|error| panic!("{error}"));
-    let options = SimOptions { check: false, ..SimOptions::default() };
+    let options = SimOptions { check: false, outputs: true, ..SimOptions::default() };
     let (cores, actors) = (world::run(&run, options), actors::run(&run, options));
     let name = scenario.name();
     assert!(cores.events > 0, "{name}: nothing happened");

@@ -298,7 +298,9 @@ fn json_tells_how_every_request_ended() {
     assert!(count("recomputed") <= count("finished"));
     assert!(count("events") > 0 && count("bytes_moved") > 0 && count("peak_blocks") > 0);
     assert_eq!(one["violations"], Value::Array(Vec::new()));
-    assert_eq!(one["trace_hash"].as_str().map(str::len), Some(16));
+    for hash in ["trace_hash", "outputs_hash"] {
+        assert_eq!(one[hash].as_str().map(str::len), Some(16), "{hash}");
+    }
     assert!(one["sim_seconds"].is_f64() && one["wall_seconds"].is_f64());
     for spread in ["ttft", "transfer"] {
         let at = |key: &str| one[spread][key].as_f64().unwrap_or_else(|| panic!("{spread} {key}"));
@@ -317,7 +319,9 @@ fn a_sweep_is_the_runs_of_its_seeds_in_order() {
     assert_eq!(seeds, (40..48).collect::<Vec<_>>());
     let mut hashes: Vec<_> = swept.iter().map(|it| it["trace_hash"].to_string()).collect();
     let alone = kvferry(["run", &file, "--seed", "45", "--json"]);
-    assert_eq!(lines(&alone.out)[0]["trace_hash"], swept[5]["trace_hash"]);
+    for hash in ["trace_hash", "outputs_hash"] {
+        assert_eq!(lines(&alone.out)[0][hash], swept[5][hash]);
+    }
     hashes.sort();
     hashes.dedup();
     assert_eq!(hashes.len(), 8, "each seed has a trace of its own");

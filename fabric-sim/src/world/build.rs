@@ -72,7 +72,7 @@ impl Simulation {
             legs: SimLegs::new(&run),
             clients: Clients::new(&run, options.fresh),
             stages: SimStages::new(&run),
-            tracer: Tracer::new(&run, options.record),
+            tracer: Tracer::new(&run, options),
             observer: Observer::new(&run, options.check, options.record),
             inputs: InputLog::new(&run, options.inputs),
             quiescence: Quiescence::new(&run, options),

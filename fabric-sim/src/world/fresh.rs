@@ -113,7 +113,14 @@ pub(super) fn judge(
     if options.fresh || !options.check || !is_held || report.pairs.is_empty() {
         return;
     }
-    let options = SimOptions { fresh: true, check: false, record: false, inputs: false, ..options };
+    let options = SimOptions {
+        fresh: true,
+        check: false,
+        record: false,
+        inputs: false,
+        outputs: false,
+        ..options
+    };
     let fresh = fleet.outcome(fresh_run(run, &report.pairs), options);
     let mut found = slower(run, &report.pairs, &fresh.pairs);
     // Who knows instances that are gone, or that do not fit, has more.

@@ -29,6 +29,7 @@ mod inputs;
 mod legs;
 mod liveness;
 mod observer;
+mod outputs;
 mod payloads;
 mod process;
 mod quiescence;
@@ -81,6 +82,8 @@ pub struct SimOptions {
     pub check: bool,
     /// List the inputs of the safety phase.
     pub inputs: bool,
+    /// Hash the effects that leave machines, see [`RunReport::outputs_hash`].
+    pub outputs: bool,
     /// By how many microseconds all wall clocks are ahead.
     pub wall: u64,
     /// Serve nothing but the requests that are for one pair each.
@@ -89,7 +92,14 @@ pub struct SimOptions {
 
 impl Default for SimOptions {
     fn default() -> Self {
-        SimOptions { record: false, check: true, inputs: false, wall: 0, fresh: false }
+        SimOptions {
+            record: false,
+            check: true,
+            inputs: false,
+            outputs: false,
+            wall: 0,
+            fresh: false,
+        }
     }
 }
 

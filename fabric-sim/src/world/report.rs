@@ -168,6 +168,9 @@ pub struct RunReport {
     pub chance_hits: Vec<ChanceHit>,
     /// Hash of the trace; the seed is part of it.
     pub trace_hash: u64,
+    /// Hash of the effects that leave machines and their times, if asked for: control frames, calls on
+    /// data planes, answers, what the router sends. Equal before and after a change of inner types.
+    pub outputs_hash: Option<u64>,
     /// Entries taken from the event queue.
     pub events: u64,
     /// Virtual time of the run.
@@ -393,6 +396,7 @@ impl Simulation {
             chance_hits: self.observer.faults.chance_hits().to_vec(),
             faults: self.coverage(),
             trace_hash: self.tracer.hash(),
+            outputs_hash: self.tracer.outputs_hash(),
             events: self.queue.popped(),
             sim_time: self.now,
             ttft: Percentiles::of(stats.ttft),

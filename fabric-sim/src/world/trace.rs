@@ -1,6 +1,8 @@
 //! The trace of a run: its hash, and on request every input and effect.
 
+use super::SimOptions;
 use super::actor::{MachineConfig, MachineEffect, MachineId, MachineInput};
+use super::outputs::{LeavingEffect, OutputHasher};
 use super::sight::Sight;
 use crate::hash::TraceHasher;
 use kvferry_engine::core::decode::{DecodeEffect, DecodeInput};
@@ -54,6 +56,7 @@ pub(super) struct Tracer {
     hasher: TraceHasher,
     seq: u64,
     recording: Option<Recording>,
+    outputs: Option<OutputHasher>,
 }
 
 /// What can be traced as an effect.
@@ -62,13 +65,59 @@ pub(super) trait TracedEffect: Hash + Clone + Into<MachineEffect> {
     fn transfer(&self) -> Option<TransferKey> {
         None
     }
+
+    /// The same as an effect that leaves the process; none if it stays within.
+    fn leaving(&self) -> Option<LeavingEffect<'_>>;
 }
 
-impl TracedEffect for PrefillEffect {}
-impl TracedEffect for DecodeEffect {}
-impl TracedEffect for TransferEffect {}
-impl TracedEffect for PayloadEffect {}
+impl TracedEffect for PrefillEffect {
+    fn leaving(&self) -> Option<LeavingEffect<'_>> {
+        match self {
+            PrefillEffect::Control(command) => Some(LeavingEffect::Control(command)),
+            PrefillEffect::Answer(answer) => Some(LeavingEffect::Prefill(answer)),
+            _ => None,
+        }
+    }
+}
+
+impl TracedEffect for DecodeEffect {
+    fn leaving(&self) -> Option<LeavingEffect<'_>> {
+        match self {
+            DecodeEffect::Control(command) => Some(LeavingEffect::Control(command)),
+            DecodeEffect::Answer(answer) => Some(LeavingEffect::Decode(answer)),
+            _ => None,
+        }
+    }
+}
+
+impl TracedEffect for TransferEffect {
+    fn leaving(&self) -> Option<LeavingEffect<'_>> {
+        match self {
+            TransferEffect::Data(command) => Some(LeavingEffect::Data(command)),
+            TransferEffect::Report(_) => None,
+        }
+    }
+}
+
+impl TracedEffect for PayloadEffect {
+    fn leaving(&self) -> Option<LeavingEffect<'_>> {
+        match self {
+            PayloadEffect::Answer { client, answer } => {
+                Some(LeavingEffect::Payload(*client, answer))
+            }
+            _ => None,
+        }
+    }
+}
+
 impl TracedEffect for RouterEffect {
+    fn leaving(&self) -> Option<LeavingEffect<'_>> {
+        Some(match self {
+            RouterEffect::Control(command) => LeavingEffect::Control(command),
+            effect => LeavingEffect::Router(effect),
+        })
+    }
+
     fn transfer(&self) -> Option<TransferKey> {
         match self {
             RouterEffect::Dispatch { body: LegBody::Prefill { transfer, .. }, .. } => {
@@ -95,12 +144,13 @@ fn transfer_of(input: &MachineInput) -> Option<TransferKey> {
 }
 
 impl Tracer {
-    pub(super) fn new(run: &Run, record: bool) -> Tracer {
-        let mut recording = record.then(Recording::default);
+    pub(super) fn new(run: &Run, options: SimOptions) -> Tracer {
+        let outputs = options.outputs.then(OutputHasher::default);
+        let mut recording = options.record.then(Recording::default);
         if let Some(recording) = &mut recording {
             recording.push(&(&run.name, run.seed));
         }
-        Tracer { hasher: TraceHasher::new(run.seed), seq: 0, recording }
+        Tracer { hasher: TraceHasher::new(run.seed), seq: 0, recording, outputs }
     }
 
     /// Number of the record made last.
@@ -174,6 +224,9 @@ impl Tracer {
     ) -> u64 {
         self.next(now, actor, 3);
         self.hasher.add(effect);
+        if let (Some(outputs), Some(effect)) = (&mut self.outputs, effect.leaving()) {
+            outputs.add(now, actor, &effect);
+        }
         let transfer = || effect.transfer();
         self.keep(now, actor, cause, transfer, || RecordedDetail::Effect(effect.clone().into()));
         self.seq
@@ -181,6 +234,10 @@ impl Tracer {
 
     pub(super) fn hash(&self) -> u64 {
         self.hasher.finish()
+    }
+
+    pub(super) fn outputs_hash(&self) -> Option<u64> {
+        self.outputs.as_ref().map(OutputHasher::finish)
     }
 
     pub(super) fn take_recording(&mut self) -> Option<Recording> {

@@ -50,6 +50,9 @@ pub(crate) struct RunOutcome {
     pub(crate) left: Option<String>,
     /// Hash over all inputs and effects, in hexadecimal.
     pub(crate) trace_hash: String,
+    /// Hash over the effects that leave machines, in hexadecimal; equal where only inner types differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) outputs_hash: Option<String>,
     /// Entries taken from the simulator's queue.
     pub(crate) events: u64,
     pub(crate) sim_seconds: f64,
@@ -174,6 +177,7 @@ impl RunOutcome {
         self.failed_causes = report.failure_causes;
         self.recomputed_causes = report.recompute_causes;
         self.trace_hash = format!("{:016x}", report.trace_hash);
+        self.outputs_hash = report.outputs_hash.map(|hash| format!("{hash:016x}"));
         self.events = report.events;
         self.sim_seconds = seconds(report.sim_time);
         self.ttft = LatencyPercentiles::of(&report.ttft);

@@ -135,6 +135,7 @@ fn one(
         link_scale: args.link_scale,
         actors: args.actors,
         record: is_kept,
+        outputs: args.json,
     };
     let scenario = setup.load()?;
     let first = scenario.seeds().next();

@@ -35,12 +35,21 @@ pub(crate) struct RunSetup {
     /// Through the actors; the second run is not.
     pub(crate) actors: bool,
     pub(crate) record: bool,
+    /// With the hash of the effects that leave machines.
+    pub(crate) outputs: bool,
 }
 
 impl RunSetup {
     /// A scenario as it is.
     pub(crate) fn plain(source: ScenarioSource) -> RunSetup {
-        RunSetup { source, trace: None, link_scale: 1.0, actors: false, record: false }
+        RunSetup {
+            source,
+            trace: None,
+            link_scale: 1.0,
+            actors: false,
+            record: false,
+            outputs: false,
+        }
     }
 
     /// Reads the scenario.
@@ -91,7 +100,8 @@ impl RunSetup {
         let run = run;
         let mut outcome = RunOutcome::empty(&run, self.repro_command(seed));
         let started = Instant::now();
-        let options = SimOptions { record: self.record, ..SimOptions::default() };
+        let options =
+            SimOptions { record: self.record, outputs: self.outputs, ..SimOptions::default() };
         let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
         let first = guarded(|| match self.actors {
             true => crate::simulator::actors::run(&run, options),

@@ -151,7 +151,7 @@ pub(crate) fn command(args: &SweepArgs, out: &mut dyn Write) -> Result<RunVerdic
     }
     let (file, count) = (args.file.clone().unwrap_or_default(), args.seeds.unwrap_or_default());
     let source = ScenarioSource::File(file);
-    let setup = RunSetup::plain(source);
+    let setup = RunSetup { outputs: args.json, ..RunSetup::plain(source) };
     let scenario = setup.load()?;
     let Some(end) = args.base.checked_add(count).filter(|end| *end > args.base) else {
         let text = format!("no seeds from {} on in number {count}", args.base);

@@ -378,7 +378,7 @@ fn no_crate_plants_bugs_by_default() {
                 "planted = []",
                 "planted = [\"kvferry-engine/planted\"]",
                 "name = \"planted\"",
-                "required-features = [\"planted\"]",
+                "required-features = [\"full\", \"planted\"]",
             ];
             let fine = !line.contains(feature) || allowed.contains(&line);
             assert!(fine, "{}: {line}", path.display());

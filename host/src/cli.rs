@@ -1,13 +1,19 @@
 //! The command line.
 
+#[cfg(feature = "full")]
 use crate::bench::{self, BenchArgs};
+#[cfg(feature = "full")]
 use crate::doctor::{self, DoctorArgs, DoctorPeerArgs};
+#[cfg(feature = "full")]
 use crate::health::{self, HealthArgs};
 use crate::process::{CommandError, Exit, StdoutGuard, exit_on_panic, print_error};
+#[cfg(feature = "full")]
 use crate::router::{self, RouterArgs};
+#[cfg(feature = "full")]
 use crate::secret::{self, SecretArgs};
-#[cfg(feature = "simulator")]
+#[cfg(all(feature = "full", feature = "simulator"))]
 use crate::serve::{self, ServeArgs};
+#[cfg(feature = "full")]
 use crate::sidecar::{self, ExportArgs, HostArgs};
 #[cfg(feature = "simulator")]
 use crate::simulator::{self, SimulatorCommand};
@@ -35,6 +41,18 @@ enum CliCommand {
     #[cfg(feature = "simulator")]
     #[command(flatten)]
     Simulator(SimulatorCommand),
+    #[cfg(feature = "full")]
+    #[command(flatten)]
+    Full(FullCommand),
+    #[cfg(not(all(feature = "full", feature = "simulator")))]
+    #[command(flatten)]
+    Absent(absent::AbsentCommand),
+}
+
+/// The commands of the feature `full`.
+#[cfg(feature = "full")]
+#[derive(Debug, Subcommand)]
+enum FullCommand {
     /// Route requests to prefill and decode instances
     Router(Box<RouterArgs>),
     /// Move the KV of a serving engine that runs beside it
@@ -55,29 +73,47 @@ enum CliCommand {
     /// Serve as a prefill or decode instance without a model
     #[cfg(feature = "simulator")]
     Serve(Box<ServeArgs>),
-    #[cfg(not(feature = "simulator"))]
-    #[command(flatten)]
-    Absent(absent::AbsentCommand),
 }
 
 /// The commands that this build is without.
-#[cfg(not(feature = "simulator"))]
+#[cfg(not(all(feature = "full", feature = "simulator")))]
 mod absent {
-    use crate::process::{CommandError, Exit};
+    use crate::process::{CommandError, Exit, without};
     use clap::{Args, Subcommand};
     use std::ffi::OsString;
 
-    #[derive(Debug, Subcommand)]
-    #[command(hide = true)]
-    pub(super) enum AbsentCommand {
-        Run(AnyArgs),
-        Sweep(AnyArgs),
-        Replay(AnyArgs),
-        Show(AnyArgs),
-        Draw(AnyArgs),
-        Shrink(AnyArgs),
-        List(AnyArgs),
-        Serve(AnyArgs),
+    /// Declares the commands by the features that have them.
+    macro_rules! absent {
+        ($($absent:meta, $feature:literal: $($name:literal $command:ident),*;)*) => {
+            #[derive(Debug, Subcommand)]
+            #[command(hide = true)]
+            pub(super) enum AbsentCommand {
+                $($(
+                    #[cfg($absent)]
+                    $command(AnyArgs),
+                )*)*
+            }
+
+            /// Names the build that has the command.
+            pub(super) fn command(command: &AbsentCommand) -> Result<Exit, CommandError> {
+                let (name, feature) = match command {
+                    $($(
+                        #[cfg($absent)]
+                        AbsentCommand::$command(_) => ($name, $feature),
+                    )*)*
+                };
+                Err(without(name, feature))
+            }
+        };
+    }
+
+    absent! {
+        not(feature = "simulator"), "simulator":
+            "run" Run, "sweep" Sweep, "replay" Replay, "show" Show, "draw" Draw, "shrink" Shrink, "list" List;
+        not(feature = "full"), "full":
+            "router" Router, "host" Host, "doctor" Doctor, "health" Health, "secret" Secret, "bench" Bench,
+            "export" Export, "serve" Serve;
+        all(feature = "full", not(feature = "simulator")), "simulator": "serve" Serve;
     }
 
     /// Whatever the command is told where there is one.
@@ -86,24 +122,6 @@ mod absent {
     pub(super) struct AnyArgs {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         _any: Vec<OsString>,
-    }
-
-    /// Names the build that has it.
-    pub(super) fn command(command: &AbsentCommand) -> Result<Exit, CommandError> {
-        let name = match command {
-            AbsentCommand::Run(_) => "run",
-            AbsentCommand::Sweep(_) => "sweep",
-            AbsentCommand::Replay(_) => "replay",
-            AbsentCommand::Show(_) => "show",
-            AbsentCommand::Draw(_) => "draw",
-            AbsentCommand::Shrink(_) => "shrink",
-            AbsentCommand::List(_) => "list",
-            AbsentCommand::Serve(_) => "serve",
-        };
-        Err(CommandError::Input(format!(
-            "{name}: this kvferry was built without the simulator; use one that was built with its \
-             default features (`cargo build -p kvferry`), which has it"
-        )))
     }
 }
 
@@ -141,17 +159,9 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     let ended = match cli.command {
         #[cfg(feature = "simulator")]
         CliCommand::Simulator(command) => simulator::command(&command, &mut out),
-        CliCommand::Router(args) => router::command(&args, &mut out),
-        CliCommand::Host(args) => sidecar::command(&args),
-        CliCommand::Doctor(args) => doctor::command(&args, &mut out),
-        CliCommand::DoctorPeer(args) => doctor::peer_command(&args, &mut out),
-        CliCommand::Health(args) => health::command(&args, &mut out),
-        CliCommand::Secret(args) => secret::command(&args, &mut out),
-        CliCommand::Bench(args) => bench::command(&args, &mut out),
-        CliCommand::Export(args) => sidecar::export_command(&args, &mut out),
-        #[cfg(feature = "simulator")]
-        CliCommand::Serve(args) => serve::command(&args, &mut out),
-        #[cfg(not(feature = "simulator"))]
+        #[cfg(feature = "full")]
+        CliCommand::Full(command) => full(&command, &mut out),
+        #[cfg(not(all(feature = "full", feature = "simulator")))]
         CliCommand::Absent(command) => absent::command(&command),
     };
     let ended = ended.and_then(|exit| Ok(out.flush().map(|()| exit)?));
@@ -167,20 +177,50 @@ pub fn main(args: impl IntoIterator<Item = OsString>) -> u8 {
     exit.0
 }
 
-#[cfg(all(test, not(feature = "simulator")))]
+/// Does what a command of the feature `full` is told.
+#[cfg(feature = "full")]
+fn full(command: &FullCommand, out: &mut dyn Write) -> Result<Exit, CommandError> {
+    match command {
+        FullCommand::Router(args) => router::command(args, out),
+        FullCommand::Host(args) => sidecar::command(args),
+        FullCommand::Doctor(args) => doctor::command(args, out),
+        FullCommand::DoctorPeer(args) => doctor::peer_command(args, out),
+        FullCommand::Health(args) => health::command(args, out),
+        FullCommand::Secret(args) => secret::command(args, out),
+        FullCommand::Bench(args) => bench::command(args, out),
+        FullCommand::Export(args) => sidecar::export_command(args, out),
+        #[cfg(feature = "simulator")]
+        FullCommand::Serve(args) => serve::command(args, out),
+    }
+}
+
+#[cfg(all(test, not(all(feature = "full", feature = "simulator"))))]
 mod tests {
     use super::*;
 
+    fn told(args: &[&str]) -> String {
+        let cli = Cli::try_parse_from([&["kvferry"], args].concat());
+        let CliCommand::Absent(command) = cli.expect("whatever it is told").command else {
+            panic!("{args:?} is in the build")
+        };
+        let told = absent::command(&command).expect_err("it cannot").to_string();
+        assert!(told.starts_with(args[0]), "{told}");
+        told
+    }
+
+    #[cfg(not(feature = "simulator"))]
     #[test]
-    fn a_command_that_is_not_in_the_build_names_the_build_that_has_it() {
-        for args in [&["run", "scenarios", "--json"][..], &["serve", "--role", "decode"], &["list"]]
-        {
-            let cli = Cli::try_parse_from([&["kvferry"], args].concat());
-            let CliCommand::Absent(command) = cli.expect("whatever it is told").command else {
-                panic!("{args:?} is in the build")
-            };
-            let told = absent::command(&command).expect_err("it cannot").to_string();
-            assert!(told.starts_with(args[0]) && told.contains("default features"), "{told}");
+    fn a_command_of_the_simulator_names_the_build_that_has_it() {
+        for args in [&["run", "scenarios", "--json"][..], &["list"]] {
+            assert!(told(args).contains("without its feature `simulator`"));
+        }
+    }
+
+    #[cfg(not(feature = "full"))]
+    #[test]
+    fn a_command_that_moves_bytes_names_the_build_that_has_it() {
+        for args in [&["router", "--listen", "0.0.0.0:8000"][..], &["serve", "--role", "decode"]] {
+            assert!(told(args).contains("--features full"));
         }
     }
 }

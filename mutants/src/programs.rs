@@ -94,7 +94,7 @@ pub(crate) enum ProgramEnd {
 fn cargo(tree: &Path, build: &Path) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(["test", "--no-run", "--quiet", "--offline", "--message-format=json"]);
-    command.args(["--features", "kvferry-engine/conformance", "--lib"]);
+    command.args(["--features", "kvferry-engine/conformance,kvferry/full", "--lib"]);
     command.args(PACKAGES.iter().flat_map(|package| ["-p", package]));
     command.args(TARGETS.iter().flat_map(|target| ["--test", target]));
     command.env("CARGO_TARGET_DIR", build).current_dir(tree);

@@ -196,7 +196,7 @@ def test_the_bill_of_materials_names_all_crates(program):
     about = bill["metadata"]["component"]
     assert (about["name"], about["version"]) == ("kvferry", version())
     listed = {f"{it['name']} v{it['version']}" for it in bill["components"]}
-    tree = ["cargo", "tree", "--locked", "--offline", "-p", "kvferry", "-e", "normal,no-proc-macro"]
+    tree = ["cargo", "tree", "--locked", "--offline", "-p", "kvferry", "--features", "full", "-e", "normal,no-proc-macro"]
     tree += ["--prefix", "none", "--target", "x86_64-unknown-linux-gnu", "--format", "{p}"]
     lines = subprocess.run(tree, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     used = {" ".join(line.split()[:2]) for line in lines if line} - {f"kvferry v{version()}"}

@@ -12,10 +12,12 @@ pub(crate) struct Exit(pub(crate) u8);
 impl Exit {
     pub(crate) const HELD: Exit = Exit(0);
     /// Of `doctor` on a machine that lacks something.
+    #[cfg(feature = "full")]
     pub(crate) const UNFIT: Exit = Exit(1);
     /// The input cannot be used.
     pub(crate) const INVALID: Exit = Exit(2);
     /// What may never happen has happened: an invariant was violated, or bytes are wrong.
+    #[cfg(feature = "full")]
     pub(crate) const CORRECTNESS: Exit = Exit(4);
     /// A thread panicked.
     pub(crate) const PANIC: Exit = Exit(6);

@@ -104,7 +104,7 @@ const FILES_KEPT: u64 = 128;
 ///
 /// # Errors
 /// An argument or an address that cannot be used.
-pub(crate) fn command(args: &RouterArgs, out: &mut impl Write) -> Result<Exit, CommandError> {
+pub(crate) fn command(args: &RouterArgs, out: &mut dyn Write) -> Result<Exit, CommandError> {
     logs::start(&args.logs);
     raise_open_files();
     let (bound, discovery, parts) = prepare(args)?;
@@ -188,7 +188,7 @@ fn announce(
     args: &RouterArgs,
     [http, admin]: [SocketAddr; 2],
     discovery: &Endpoint,
-    out: &mut impl Write,
+    out: &mut dyn Write,
 ) -> io::Result<()> {
     let pid = std::process::id();
     if args.json {

@@ -1,9 +1,13 @@
 //! The simulator's commands: scenarios are run, swept and replayed, in simulated time or as real
 //! processes of this machine.
 
+#[cfg(feature = "full")]
 pub mod actors;
 mod draw;
+#[cfg(feature = "full")]
+mod exported_page;
 mod lists;
+#[cfg(feature = "full")]
 mod local_cluster;
 mod outcome;
 pub(crate) mod page;
@@ -18,9 +22,8 @@ mod sweep;
 mod table;
 mod timeline;
 
-use crate::process::{CommandError, Exit, Overwrite};
+use crate::process::{CommandError, Exit};
 use clap::Subcommand;
-use kvferry_engine::core::Nanos;
 use kvferry_sim::world::Recording;
 use std::io::Write;
 use std::path::Path;
@@ -64,6 +67,8 @@ pub(crate) fn command(
     Ok(Exit(verdict?.code()))
 }
 
+#[cfg(feature = "full")]
+pub(crate) use exported_page::export_page;
 pub(crate) use show::time;
 
 /// The recording in a file.
@@ -78,21 +83,4 @@ fn recording_file(path: &Path) -> Result<Recording, CommandError> {
         Ok(()) => Ok(recording),
         Err(why) => Err(CommandError::Input(format!("{name}: not a recording: {why}; {REMEDY}"))),
     }
-}
-
-/// Writes the page of a recording in a file; it opens at a time, or else where the run went wrong.
-///
-/// # Errors
-/// The file is not a recording, or the page exists or cannot be written.
-pub(crate) fn export_page(
-    recording: &Path,
-    html: &Path,
-    at: Option<Nanos>,
-    overwrite: Overwrite,
-    out: &mut dyn Write,
-) -> Result<Exit, CommandError> {
-    overwrite.check("--html", html)?;
-    page::write(&recording_file(recording)?, html, at, overwrite)?;
-    writeln!(out, "{}: a browser opens it", html.display())?;
-    Ok(Exit::HELD)
 }

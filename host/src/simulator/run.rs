@@ -1,7 +1,9 @@
 //! `run`: scenarios one after another.
 
+#[cfg(feature = "full")]
 use crate::instance::FabricArg;
 use crate::process::{CliProgress, CommandError, Overwrite, print_error};
+#[cfg(feature = "full")]
 use crate::simulator::local_cluster::ClusterRun;
 use crate::simulator::outcome::RunOutcome;
 use crate::simulator::page;
@@ -21,6 +23,18 @@ pub(crate) enum RunFabricArg {
     Sim,
     Host,
     Mori,
+}
+
+#[cfg(feature = "full")]
+impl RunFabricArg {
+    /// What moves the bytes between processes; none in the simulator.
+    fn processes(self) -> Option<FabricArg> {
+        match self {
+            RunFabricArg::Sim => None,
+            RunFabricArg::Host => Some(FabricArg::Host),
+            RunFabricArg::Mori => Some(FabricArg::Mori),
+        }
+    }
 }
 
 /// Arguments of `run`.
@@ -75,6 +89,11 @@ fn scale(text: &str) -> Result<f64, String> {
 /// Nothing to run, or a result that cannot be written. A scenario that cannot be used is told on
 /// stderr, and the others are run.
 pub(crate) fn command(args: &RunArgs, out: &mut dyn Write) -> Result<RunVerdict, CommandError> {
+    #[cfg(not(feature = "full"))]
+    if args.actors || args.fabric != RunFabricArg::Sim {
+        let what = if args.actors { "run --actors" } else { "run --fabric" };
+        return Err(crate::process::without(what, "full"));
+    }
     let sources = find(&args.paths)?;
     for (file, option) in [(&args.record, "--record"), (&args.html, "--html")] {
         if file.is_some() && sources.len() != 1 {
@@ -143,12 +162,8 @@ fn one(
         Some(seed) => vec![seed],
         None => scenario.seeds().collect(),
     };
-    let processes = match args.fabric {
-        RunFabricArg::Sim => None,
-        RunFabricArg::Host => Some(FabricArg::Host),
-        RunFabricArg::Mori => Some(FabricArg::Mori),
-    };
-    if let Some(fabric) = processes {
+    #[cfg(feature = "full")]
+    if let Some(fabric) = args.fabric.processes() {
         let trace = args.workload_trace.as_deref();
         let seed = seeds[0];
         let logs = args.logs.as_deref();

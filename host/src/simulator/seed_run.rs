@@ -103,9 +103,12 @@ impl RunSetup {
         let options =
             SimOptions { record: self.record, outputs: self.outputs, ..SimOptions::default() };
         let last = run.requests.last().map_or(Nanos::ZERO, |request| request.arrival);
-        let first = guarded(|| match self.actors {
-            true => crate::simulator::actors::run(&run, options),
-            false => world::run_watched(&run, options, &mut |now| watch(now, last)),
+        let first = guarded(|| {
+            #[cfg(feature = "full")]
+            if self.actors {
+                return crate::simulator::actors::run(&run, options);
+            }
+            world::run_watched(&run, options, &mut |now| watch(now, last))
         });
         outcome.wall_seconds = started.elapsed().as_secs_f64();
         let mut recording = None;

@@ -1,6 +1,6 @@
 //! Structured logs on stderr.
 
-use super::LINES_MAX;
+use crate::process::LINES_MAX;
 use clap::{Args, ValueEnum};
 use kvferry_engine::text::printable_lines;
 use std::borrow::Cow;

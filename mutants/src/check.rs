@@ -63,12 +63,14 @@ pub(crate) fn refused(tree: &MutantTree, messages: &str) -> Result<BTreeSet<u32>
     Ok(refused)
 }
 
-/// Sites that an error is at: its main place if one is there, or else any that it names.
+/// Sites that an error is at: its main place if one is there, or else any that it names, or else any that
+/// its notes name, such as an assignment that may be skipped.
 fn sites_of(tree: &MutantTree, message: &Value) -> BTreeSet<u32> {
-    let spans = message["spans"].as_array().map(Vec::as_slice).unwrap_or_default();
-    let (main, others): (Vec<&Value>, Vec<&Value>) =
-        spans.iter().partition(|span| span["is_primary"] == true);
-    for spans in [main, others] {
+    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
+    let (main, others): (Vec<Value>, Vec<Value>) =
+        list(&message["spans"]).into_iter().partition(|span| span["is_primary"] == true);
+    let notes = list(&message["children"]).iter().flat_map(|note| list(&note["spans"])).collect();
+    for spans in [main, others, notes] {
         let ids: BTreeSet<u32> = spans.iter().flat_map(|span| sites_at(tree, span)).collect();
         if !ids.is_empty() {
             return ids;
@@ -108,6 +110,7 @@ fn at(file: &RewrittenFile, start: usize, end: usize) -> BTreeSet<u32> {
 mod tests {
     use super::*;
     use crate::find::find;
+    use serde_json::json;
 
     const TEXT: &str = "fn f(a: &str) -> String { g(1); a.to_owned() + \"x\" }\n";
 
@@ -124,15 +127,18 @@ mod tests {
         tree
     }
 
-    fn error(tree: &MutantTree, text: &str) -> String {
+    fn span(tree: &MutantTree, text: &str, is_primary: bool) -> Value {
         let written = &tree.written("a.rs").expect("it is there").text;
         let start = written.find(text).expect("it has it");
-        let span = serde_json::json!({
-            "file_name": "a.rs", "is_primary": true,
+        json!({
+            "file_name": "a.rs", "is_primary": is_primary,
             "byte_start": start, "byte_end": start + text.len(),
-        });
-        serde_json::json!({"message": {"level": "error", "rendered": "no", "spans": [span]}})
-            .to_string()
+        })
+    }
+
+    fn error(tree: &MutantTree, text: &str) -> String {
+        let spans = [span(tree, text, true)];
+        json!({"message": {"level": "error", "rendered": "no", "spans": spans}}).to_string()
     }
 
     #[test]
@@ -149,6 +155,17 @@ mod tests {
         assert!(!written.contains(&minus) && written.contains("g((if"), "{written}");
         list.leave_out(&mut all);
         assert_eq!(all, tree.sites, "the next build");
+        std::fs::remove_dir_all(&tree.folder).expect("it can be removed");
+    }
+
+    #[test]
+    fn site_that_only_a_note_of_an_error_names_is_left_out() {
+        let tree = tree(TEXT);
+        let note = json!({"spans": [span(&tree, "(a . to_owned ()) - (\"x\")", false)]});
+        let spans = [span(&tree, "fn f(a: &str)", true)];
+        let message = json!({"level": "error", "spans": spans, "children": [note]});
+        let gone = refused(&tree, &json!({"message": message}).to_string());
+        assert_eq!(gone.map(|gone| gone.len()), Ok(1));
         std::fs::remove_dir_all(&tree.folder).expect("it can be removed");
     }
 

@@ -8,6 +8,7 @@ use std::fs::{self, File};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -65,6 +66,9 @@ const TARGETS: [&str; 33] = [
 /// Memory that a test program may use, in bytes. Tests map more than any machine has, so the address
 /// space is not bounded.
 const MEMORY_MAX: u64 = 6 << 30;
+
+/// Runs of test programs so far, which name their folders for temporary files.
+static RUNS: AtomicU32 = AtomicU32::new(0);
 
 /// Pause between two looks at a test program.
 const POLL: Duration = Duration::from_millis(10);
@@ -146,7 +150,7 @@ fn test_program(message: &Value) -> Option<TestProgram> {
 /// What a test program is run with.
 #[derive(Debug)]
 pub(crate) struct RunLimits<'a> {
-    /// Folder for its output and its temporary files.
+    /// Folder for its output.
     pub(crate) scratch: &'a Path,
     pub(crate) time: Duration,
 }
@@ -163,8 +167,11 @@ impl TestProgram {
         limits: &RunLimits<'_>,
     ) -> Result<ProgramEnd, String> {
         let told = |why: std::io::Error| format!("{}: {why}", self.name);
-        let temporary = limits.scratch.join("tmp");
+        // Of a socket the whole path has 107 bytes at most.
+        let nth = RUNS.fetch_add(1, Ordering::Relaxed);
+        let temporary = std::env::temp_dir().join(format!("kvf{}.{nth}", std::process::id()));
         fs::create_dir_all(&temporary).map_err(told)?;
+        fs::create_dir_all(limits.scratch).map_err(told)?;
         let log = limits.scratch.join("log");
         let output = File::create(&log).map_err(told)?;
         let errors = output.try_clone().map_err(told)?;

@@ -4,7 +4,7 @@ mod hosts;
 #[path = "../sidecar_process/mod.rs"]
 mod sidecar_process;
 
-use kvferry::sidecar::proto::{ClientIdentity, FromHost, ToHost};
+use kvferry::sidecar::proto::{ClientIdentity, ConnectorHello, FromHost, ToHost};
 use kvferry::sidecar::{ArrivedPayload, PayloadLink, PoolOffer};
 use kvferry_engine::core::ids::EngineId;
 use kvferry_engine::core::payload::{
@@ -13,11 +13,12 @@ use kvferry_engine::core::payload::{
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use sidecar_process::{PATIENCE, SidecarProcess, scrape, series};
 use std::fs::File;
-use std::io::{BufRead, BufReader, ErrorKind};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 const POOL: u64 = 64 << 20;
 const POOL_ARGS: [&str; 2] = ["--payload-pool", "67108864"];
@@ -268,6 +269,50 @@ fn a_pulse_ends_a_wait() {
     // What comes of the reservation goes back.
     link.give_back(all.slot).expect("a host");
     link.reserve(POOL - (1 << 20), PATIENCE).expect("a host").expect("there is room");
+}
+
+#[test]
+fn pulse_comes_once_in_twenty_milliseconds_at_most() {
+    let host = SidecarProcess::with_args("paced", &POOL_ARGS);
+    let connected = PayloadLink::connect(&host.socket, "server", "1").expect("the host listens");
+    let pulses = Arc::new(AtomicU32::new(0));
+    let counted = pulses.clone();
+    let link = connected.with_pulse(move || {
+        counted.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    });
+    link.wait_ready(PATIENCE).expect("it has a pool");
+    let key = stream("r").whole();
+    link.want(&key, None).expect("a host");
+    let (begun, before) = (Instant::now(), pulses.load(Ordering::Relaxed));
+    let none = link.wait(&key, Duration::from_millis(200)).expect("a host");
+    let most = begun.elapsed().as_millis() / 20;
+    assert!(none.is_none(), "nobody puts it: {none:?}");
+    let pulses = pulses.load(Ordering::Relaxed) - before;
+    assert!((1..=most).contains(&u128::from(pulses)), "{pulses} pulses, at most {most}");
+}
+
+#[test]
+fn stage_of_the_first_version_with_payloads_is_served() {
+    let host = SidecarProcess::with_args("oldest", &POOL_ARGS);
+    let who = ClientIdentity::Stage { deployment: "d".into(), stage: "1".into(), pool: None };
+    let (needed, _) = who.needs();
+    for newest in [needed - 1, needed] {
+        let hello = ConnectorHello { newest: Some(newest), ..ConnectorHello::new(who.clone()) };
+        let hello = rmp_serde::to_vec(&hello).expect("it encodes");
+        let mut socket = UnixStream::connect(&host.socket).expect("the host listens");
+        let bytes = [&(hello.len() as u32).to_be_bytes()[..], &hello].concat();
+        socket.write_all(&bytes).expect("the host reads");
+        let mut len = [0; 4];
+        socket.read_exact(&mut len).expect("an answer");
+        let mut answer = vec![0; u32::from_be_bytes(len) as usize];
+        socket.read_exact(&mut answer).expect("an answer");
+        let answer = rmp_serde::from_slice(&answer).expect("a message");
+        match newest == needed {
+            true => assert!(matches!(answer, FromHost::Pool { .. }), "{answer:?}"),
+            false => assert!(matches!(answer, FromHost::Refused { .. }), "{answer:?}"),
+        }
+    }
 }
 
 #[test]

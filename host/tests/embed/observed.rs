@@ -64,6 +64,12 @@ fn observe(mode: Mode, place: TransferPlacement) {
 
     let events = events(&sockets);
     let (p_slices, d_slices) = (slices(&events, 1), slices(&events, 2));
+    for process in [1, 2] {
+        let of_process = events.iter().filter(|event| event["pid"] == process);
+        let lane = of_process.filter(|event| event["name"] == "thread_name" && event["tid"] == 0);
+        let lanes: Vec<_> = lane.map(|event| &event["args"]["name"]).collect();
+        assert_eq!(lanes, ["transfers 0"]);
+    }
     let names = |slices: &[(&str, &Value)]| -> Vec<String> {
         slices.iter().map(|(name, _)| (*name).to_owned()).collect()
     };

@@ -272,6 +272,27 @@ fn a_pulse_ends_a_wait() {
 }
 
 #[test]
+fn reservations_that_wait_together_get_slots_of_their_own() {
+    let host = SidecarProcess::with_args("together", &POOL_ARGS);
+    let link = PayloadLink::connect(&host.socket, "server", "1").expect("the host listens");
+    link.wait_ready(PATIENCE).expect("it has a pool");
+    let all = link.reserve(POOL - (1 << 20), PATIENCE).expect("a host").expect("room");
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        let waits = [(); 2].map(|()| scope.spawn(|| link.reserve(2 << 20, PATIENCE)));
+        while link.gauges().tickets < 2 {
+            assert!(begun.elapsed() < PATIENCE, "{} tickets", link.gauges().tickets);
+            std::thread::yield_now();
+        }
+        link.give_back(all.slot).expect("a host");
+        let [one, two] =
+            waits.map(|wait| wait.join().expect("no panic").expect("a host").expect("room"));
+        assert_ne!(one.slot, two.slot);
+        assert!(one.offset.abs_diff(two.offset) >= 2 << 20, "{one:?} {two:?}");
+    });
+}
+
+#[test]
 fn pulse_comes_once_in_twenty_milliseconds_at_most() {
     let host = SidecarProcess::with_args("paced", &POOL_ARGS);
     let connected = PayloadLink::connect(&host.socket, "server", "1").expect("the host listens");

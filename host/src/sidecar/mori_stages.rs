@@ -359,8 +359,15 @@ mod tests {
     fn bytes_of_mori_are_found_behind_what_the_codec_writes() {
         let pool = MemfdPool::new(8192, HugePages::No).expect("a pool");
         let foreign = ForeignPayload { at: 4096 + 64, bytes: 100, is_fast_path: false };
+        // SAFETY: Within the pool, which nobody else has.
+        unsafe { pool.start().add(4096).write_bytes(0xff, 64) };
         ForeignForm::write(&pool, foreign);
         assert_eq!(ForeignForm::read(&pool, 4096, 164), Ok(foreign));
+        let padding = (ForeignForm::BYTES..64).map(|at| {
+            // SAFETY: As above.
+            unsafe { pool.start().add(4096 + at).read_volatile() }
+        });
+        assert!(padding.into_iter().all(|byte| byte == 0), "nothing is left of what was there");
         let put = |form, header, whole| {
             let bytes = ForeignForm { form, header, whole }.encode();
             // SAFETY: Within the pool, which nobody else has.

@@ -310,7 +310,7 @@ fn pulse_comes_once_in_twenty_milliseconds_at_most() {
     let most = begun.elapsed().as_millis() / 20;
     assert!(none.is_none(), "nobody puts it: {none:?}");
     let pulses = pulses.load(Ordering::Relaxed) - before;
-    assert!((1..=most).contains(&u128::from(pulses)), "{pulses} pulses, at most {most}");
+    assert!(u128::from(pulses) <= most, "{pulses} pulses, at most {most}");
 }
 
 #[test]

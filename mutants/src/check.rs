@@ -66,9 +66,8 @@ pub(crate) fn refused(tree: &MutantTree, messages: &str) -> Result<BTreeSet<u32>
 /// Sites that an error is at: its main place if one is there, or else any that it names, or else any that
 /// its notes name, such as an assignment that may be skipped.
 fn sites_of(tree: &MutantTree, message: &Value) -> BTreeSet<u32> {
-    let list = |value: &Value| value.as_array().cloned().unwrap_or_default();
-    let (main, others): (Vec<Value>, Vec<Value>) =
-        list(&message["spans"]).into_iter().partition(|span| span["is_primary"] == true);
+    let (main, others): (Vec<&Value>, Vec<&Value>) =
+        list(&message["spans"]).iter().partition(|span| span["is_primary"] == true);
     let notes = list(&message["children"]).iter().flat_map(|note| list(&note["spans"])).collect();
     for spans in [main, others, notes] {
         let ids: BTreeSet<u32> = spans.iter().flat_map(|span| sites_at(tree, span)).collect();
@@ -77,6 +76,10 @@ fn sites_of(tree: &MutantTree, message: &Value) -> BTreeSet<u32> {
         }
     }
     BTreeSet::new()
+}
+
+fn list(value: &Value) -> &[Value] {
+    value.as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
 fn sites_at(tree: &MutantTree, span: &Value) -> BTreeSet<u32> {

@@ -224,7 +224,9 @@ impl Tracer {
     ) -> u64 {
         self.next(now, actor, 3);
         self.hasher.add(effect);
-        if let (Some(outputs), Some(effect)) = (&mut self.outputs, effect.leaving()) {
+        if let Some(outputs) = &mut self.outputs
+            && let Some(effect) = effect.leaving()
+        {
             outputs.add(now, actor, &effect);
         }
         let transfer = || effect.transfer();

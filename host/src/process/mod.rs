@@ -1,5 +1,5 @@
-//! What every command shares with the others: how it ends, standard output, files that it writes, and
-//! how results are laid out.
+//! Parts that all commands share: exit codes and errors, standard output, files that a command writes,
+//! and tables of results.
 
 mod exit;
 mod output_file;

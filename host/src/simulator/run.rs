@@ -27,7 +27,7 @@ pub(crate) enum RunFabricArg {
 
 #[cfg(feature = "full")]
 impl RunFabricArg {
-    /// What moves the bytes between processes; none in the simulator.
+    /// Returns the data plane between processes; none in the simulator.
     fn processes(self) -> Option<FabricArg> {
         match self {
             RunFabricArg::Sim => None,

@@ -24,7 +24,7 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 pub(crate) struct TestAuthority {
     /// Its certificate, in PEM.
     pub(crate) pem: &'static str,
-    /// Of a server at 127.0.0.1.
+    /// Certificate and key of a server at 127.0.0.1.
     pub(crate) local: SignedKey,
 }
 
@@ -41,16 +41,16 @@ macro_rules! file {
     };
 }
 
-/// Of a server of another name than an address, signed by [`TestAuthority::OURS`].
+/// Certificate of a server named `decode.example`, signed by [`TestAuthority::OURS`].
 pub(crate) const OTHER_NAME: SignedKey =
     SignedKey { cert: file!("ours/decode.example.pem"), key: file!("ours/decode.example.key") };
 
-/// Of a server at 127.0.0.1, signed by [`TestAuthority::OURS`] and not valid any more.
+/// Certificate of a server at 127.0.0.1 that is signed by [`TestAuthority::OURS`] and has expired.
 pub(crate) const EXPIRED: SignedKey =
     SignedKey { cert: file!("ours/expired.pem"), key: file!("ours/expired.key") };
 
 impl SignedKey {
-    /// What has a server show the certificate.
+    /// Returns an acceptor of TLS connections that shows the certificate.
     pub(crate) fn acceptor(&self) -> TlsAcceptor {
         let chain = vec![CertificateDer::from_pem_slice(self.cert.as_bytes()).unwrap()];
         let key = PrivateKeyDer::from_pem_slice(self.key.as_bytes()).unwrap();

@@ -1,4 +1,4 @@
-//! What commands share that serve, or start processes: logs, signals, sockets, and values of arguments.
+//! Parts of commands that serve or start processes: logs, signals, sockets, and values of arguments.
 
 pub(crate) mod address;
 mod dial;
